@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use crate::{
-    BoxFuture, Change, Context, CpuCount, ImageRef, InstanceSpec, MemoryMib, Result, VmId, VolumeId,
+    BoxFuture, Change, CpuCount, ImageRef, InstanceSpec, MemoryMib, Result, VmId, VolumeId,
 };
 
 driver_trait! {

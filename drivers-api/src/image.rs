@@ -1,8 +1,7 @@
 //! The image trait: a cache of artifacts on the host.
 
 use crate::{
-    Change, Context, Digest, DiskFormat, HostInfo, HostPath, ImageCollect, ImageRef, Outcome,
-    Result,
+    Change, Digest, DiskFormat, HostInfo, HostPath, ImageCollect, ImageRef, Outcome, Result,
 };
 
 /// What an artifact holds.

@@ -3,8 +3,8 @@
 use std::net::IpAddr;
 
 use crate::{
-    Change, Context, DeviceName, DisplayName, Endpoint, Error, EventStream, HostInfo, IfName,
-    IpCidr, MacAddr, Mark, MtuBytes, NetworkId, Outcome, PortId, PortNumber, ProjectId, Result,
+    Change, DeviceName, DisplayName, Endpoint, Error, EventStream, HostInfo, IfName, IpCidr,
+    MacAddr, Mark, MtuBytes, NetworkId, Outcome, PortId, PortNumber, ProjectId, Result,
     SecurityGroupId, VlanId, VmId, WireguardPublicKey,
 };
 
@@ -416,7 +416,7 @@ pub enum Protocol {
         /// The type (IANA, "ICMP Type Numbers").
         icmp_type: Option<u8>,
     },
-    /// `ICMPv6` of this type; `None` for all types.
+    /// ICMPv6 of this type; `None` for all types.
     Icmp6 {
         /// The type (IANA, "ICMPv6 type Numbers").
         icmp_type: Option<u8>,

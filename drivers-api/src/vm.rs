@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use crate::{
-    Backing, BackingKind, Change, Console, Context, CpuCount, DeviceName, DisplayName, Error,
-    EventStream, GuestAgent, HostInfo, HostPath, IfName, Mark, MemoryMib, Migrate, NicHandle,
-    ProjectId, Resize, Result, Snapshots, VmId, VolumeId, WholeSpec,
+    Backing, BackingKind, Change, Console, CpuCount, DeviceName, DisplayName, Error, EventStream,
+    GuestAgent, HostInfo, HostPath, IfName, Mark, MemoryMib, Migrate, NicHandle, ProjectId, Resize,
+    Result, Snapshots, VmId, VolumeId, WholeSpec,
 };
 
 /// How a VM boots.
@@ -107,7 +107,7 @@ impl BootSpec {
     }
 }
 
-/// What a guest finds on its `NoCloud` seed (<https://docs.cloud-init.io/en/latest/reference/datasources/nocloud.html>).
+/// What a guest finds on its NoCloud seed (<https://docs.cloud-init.io/en/latest/reference/datasources/nocloud.html>).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
@@ -145,7 +145,7 @@ pub struct VmSpec {
     pub memory_mib: MemoryMib,
     /// How it boots.
     pub boot: BootSpec,
-    /// What it finds on its `NoCloud` seed; `None` for no seed.
+    /// What it finds on its NoCloud seed; `None` for no seed.
     pub cloud_init: Option<CloudInit>,
 }
 
@@ -173,7 +173,7 @@ pub enum DiskBus {
     Virtio,
     /// A virtio-scsi controller.
     Scsi,
-    /// `NVMe`.
+    /// NVMe.
     Nvme,
 }
 

@@ -1,7 +1,7 @@
 //! The volume trait: disks on a storage backend.
 
 use crate::{
-    Change, Context, DisplayName, EventStream, HostId, HostInfo, HostPath, ImageRef, Mark, Outcome,
+    Change, DisplayName, EventStream, HostId, HostInfo, HostPath, ImageRef, Mark, Outcome,
     ProjectId, Result, SecretRef, SizeGib, VmId, VolumeId,
 };
 

@@ -1,0 +1,116 @@
+//! Locks that the kernel holds and a crash releases.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::{self, Write},
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+};
+
+use rustix::fs::{FlockOperation, flock};
+
+use crate::files::FileError;
+
+/// A lock file that this process holds. The kernel releases it when the process ends, however it ends.
+#[derive(Debug)]
+pub struct FileLock {
+    file: File,
+    path: PathBuf,
+}
+
+/// Why a lock was not taken.
+#[derive(Debug, thiserror::Error)]
+pub enum LockError {
+    /// Another process has it.
+    #[error("{} is locked by {holder}", path.display())]
+    Held {
+        /// The lock file.
+        path: PathBuf,
+        /// What the holder wrote into it: its pid, as a hint for people.
+        holder: String,
+    },
+    /// The file cannot be used.
+    #[error(transparent)]
+    File(#[from] FileError),
+}
+
+impl FileLock {
+    /// Takes the lock at once or not at all. The file is made (0600) when it is not there, and never removed: a second
+    /// process that waits on a removed file would hold a lock that nobody else sees.
+    ///
+    /// # Errors
+    /// [`LockError::Held`] when another process, or this one, has it.
+    pub fn try_exclusive(path: &Path) -> Result<Self, LockError> {
+        // Again when the file was replaced between open and lock: the lock would be on an inode that nobody else opens.
+        for _ in 0..16 {
+            let mut file = OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .mode(0o600)
+                .open(path)
+                .map_err(FileError::of("open lock", path))?;
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(rustix::io::Errno::WOULDBLOCK) => {
+                    let holder = std::fs::read_to_string(path).unwrap_or_default();
+                    let holder = match holder.trim() {
+                        "" => "another process".to_owned(),
+                        pid => format!("process {pid}"),
+                    };
+                    return Err(LockError::Held { path: path.to_owned(), holder });
+                }
+                Err(error) => return Err(FileError::of("lock", path)(error.into()).into()),
+            }
+            let lock = Self {
+                file: file.try_clone().map_err(FileError::of("lock", path))?,
+                path: path.to_owned(),
+            };
+            if lock.is_current() {
+                file.set_len(0).map_err(FileError::of("write", path))?;
+                write!(file, "{}", std::process::id()).map_err(FileError::of("write", path))?;
+                return Ok(lock);
+            }
+        }
+        let error = io::Error::other("the lock file is replaced again and again");
+        Err(FileError::of("lock", path)(error).into())
+    }
+
+    /// Whether the file that is locked is still the one at the path. A holder that finds it replaced has lost its
+    /// exclusion and must stop.
+    #[must_use]
+    pub fn is_current(&self) -> bool {
+        match (self.file.metadata(), std::fs::metadata(&self.path)) {
+            (Ok(held), Ok(there)) => held.dev() == there.dev() && held.ino() == there.ino(),
+            _ => false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_held_lock_names_its_holder_and_a_dropped_one_is_free() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("lock");
+        let held = FileLock::try_exclusive(&path).unwrap();
+        let error = FileLock::try_exclusive(&path).unwrap_err().to_string();
+        assert!(error.contains(&format!("process {}", std::process::id())), "{error}");
+        drop(held);
+        FileLock::try_exclusive(&path).unwrap();
+    }
+
+    #[test]
+    fn a_holder_sees_that_its_file_was_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("lock");
+        let held = FileLock::try_exclusive(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        assert!(!held.is_current());
+        let second = FileLock::try_exclusive(&path).unwrap();
+        assert!(second.is_current() && !held.is_current());
+    }
+}
