@@ -6,6 +6,7 @@
 //! [`ErrorKind::Internal`](drivers_api::ErrorKind::Internal), `NAME@N=…` acts at the Nth time. `BCD_FAULT_TRACE` names a
 //! file to which each reached point is appended, so that a matrix of all points can be run.
 
+#[cfg(not(feature = "fault-points"))]
 use drivers_api::Result;
 
 /// Passes a point.

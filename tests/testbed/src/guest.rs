@@ -1,0 +1,1 @@
+//! A guest of 8 KiB for QEMU.
