@@ -1,1 +1,9 @@
-//! Under construction.
+//! Closes the difference between what is wanted and what is there.
+//!
+//! Level-triggered, per object: a pass takes a snapshot of the wanted state ([`wanted`]) and of the host, plans
+//! ([`plan`], pure: the same code answers `bcd-node plan`), executes the planned steps and writes the [`status`]. The
+//! crate knows the drivers' traits and no driver.
+
+pub mod plan;
+pub mod status;
+pub mod wanted;
