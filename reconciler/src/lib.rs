@@ -6,4 +6,5 @@
 
 pub mod plan;
 pub mod status;
+pub mod store;
 pub mod wanted;

@@ -32,7 +32,7 @@ pub enum Phase {
 }
 
 /// A failed step.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Failure {
     /// The step.
     pub step: Step,
