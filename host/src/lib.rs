@@ -8,6 +8,7 @@
 //! * [`bound`]: ends a wait at the caller's deadline or cancellation.
 //! * [`events`]: hands a driver's events to its subscribers.
 //! * [`readiness`]: waits for a descriptor of any kind.
+//! * [`qcow2`]: reads a qcow2 header before anything else opens the file.
 //! * [`fault`]: named points at which tests kill the process; compiled out of a release.
 
 pub mod bound;
@@ -17,5 +18,6 @@ pub mod fault;
 pub mod files;
 pub mod lock;
 pub mod process;
+pub mod qcow2;
 pub mod readiness;
 pub mod run;
