@@ -14,7 +14,7 @@
 //! one process wait for each other. The runtime needs its time and IO drivers enabled, as `#[tokio::test]` has them, and
 //! must not have its time paused.
 //!
-//! `reference` is a driver of all four traits over a host that exists in memory only, with faults, drift and counters:
+//! [`reference`] is a driver of all four traits over a host that exists in memory only, with faults, drift and counters:
 //! it passes the kit, and tests of what is above the drivers use it.
 
 mod bench;
@@ -22,7 +22,7 @@ mod census;
 mod options;
 mod report;
 
-// pub mod reference;
+pub mod reference;
 
 pub use async_trait::async_trait;
 pub use bench::{AnyBench, HypervisorBench, ImageBench, NetworkBench, Plant, VolumeBench};
