@@ -1,1 +1,5 @@
-//! Under construction.
+//! The node agent.
+
+pub mod manifest;
+pub mod node_id;
+pub mod strict;
