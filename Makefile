@@ -1,12 +1,12 @@
 # Thin names for the scripts in scripts/. Variables (ONCE, RUN, PROFILE, EXAMPLES, REGISTRY_PORT, FILTER) go to them by environment.
 
 .DEFAULT_GOAL := help
-.PHONY: help run down test lint bench crash fmt
+.PHONY: help run down test lint fmt
 
 help: ## this list
 	@echo "bcd-node: a node agent for hosts of virtual machines"
 	@echo
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/    make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "    make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "Start with:  sudo -E env \"PATH=\$$PATH\" make run"
 
@@ -21,12 +21,6 @@ test: ## the whole suite on real parts, as root (FILTER=name: some of it)
 
 lint: ## formatting, clippy, documentation, shell scripts, licences
 	@scripts/lint
-
-bench: ## what it costs, beside a shell script that does the same
-	@scripts/bench
-
-crash: ## kill the agent at every fault point and see that it converges
-	@scripts/crash
 
 fmt: ## format the Rust code
 	@cargo fmt --all
