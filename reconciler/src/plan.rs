@@ -11,6 +11,8 @@ use crate::wanted::Key;
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Action {
+    /// Look at the host; never planned, named where a look failed.
+    Observe,
     /// Pull an image.
     Pull,
     /// Remove an image from the cache.

@@ -111,3 +111,62 @@ pub struct Status {
     /// `allocated_bytes`, `attached_to`; Image: `digest`, `size_bytes`.
     pub observed: serde_json::Map<String, serde_json::Value>,
 }
+
+/// What a subscriber of [`Reconciler::subscribe`](crate::Reconciler::subscribe) is told.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum StatusEvent {
+    /// The status of an object changed, in more than the seconds until the next try.
+    Changed(Status),
+    /// A step was executed and changed the host.
+    Step(Executed),
+    /// A step failed.
+    Failed(Failure),
+    /// An object was seen to be gone, and is no longer wanted.
+    Gone {
+        /// The object.
+        key: Key,
+        /// Its identity.
+        uuid: Uuid,
+    },
+    /// A driver told something of the host.
+    Host {
+        /// The driver's id.
+        driver: String,
+        /// The object that it concerns, where that is wanted.
+        key: Option<Key>,
+        /// What a person reads.
+        message: String,
+    },
+}
+
+/// Why a wanted set cannot be accepted.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refusal {
+    /// The object at fault.
+    pub key: Key,
+    /// The field, by its path in the manifest: `spec.disks[1].volume`.
+    pub field: String,
+    /// Why.
+    pub reason: String,
+    /// What would be right, where that can be said.
+    pub hint: Option<String>,
+}
+
+impl std::fmt::Display for Refusal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}: {}", self.key, self.field, self.reason)?;
+        self.hint.as_ref().map_or(Ok(()), |hint| write!(f, " ({hint})"))
+    }
+}
+
+/// An object on the host with this node's mark that nobody wants: made for a store that was lost. It is never touched.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Unclaimed {
+    /// The driver's id.
+    pub driver: String,
+    /// What it is.
+    pub object: drivers_api::ObjectRef,
+    /// What it was called, where the host keeps that.
+    pub name: Option<String>,
+}

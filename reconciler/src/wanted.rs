@@ -3,7 +3,7 @@
 //! The specs here are the `spec` part of a manifest, one to one, and the document that the store keeps. They hold names
 //! where the driver specs hold identities; [`crate::plan`] resolves them.
 
-use std::{collections::BTreeMap, fmt, net::IpAddr, str::FromStr, sync::Arc};
+use std::{cmp::Ordering, collections::BTreeMap, fmt, net::IpAddr, str::FromStr, sync::Arc};
 
 use drivers_api::{
     BootKind, CpuCount, DeviceName, DiskBus, DiskFormat, Endpoint, IfName, ImageRef, IpCidr,
@@ -71,7 +71,7 @@ impl FromStr for Kind {
 /// digit (RFC 1123 label, so that it can be a guest's host name).
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub struct ObjectName(String);
+pub struct ObjectName(Arc<str>);
 
 /// A text that is no object name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -99,7 +99,7 @@ impl FromStr for ObjectName {
             && text.ends_with(edge)
             && text.chars().all(|c| edge(c) || c == '-');
         if good {
-            Ok(Self(text.to_owned()))
+            Ok(Self(text.into()))
         } else {
             Err(ParseNameError(text.chars().flat_map(char::escape_debug).take(80).collect()))
         }
@@ -115,7 +115,7 @@ impl TryFrom<String> for ObjectName {
 
 impl From<ObjectName> for String {
     fn from(name: ObjectName) -> Self {
-        name.0
+        name.as_str().to_owned()
     }
 }
 
@@ -166,19 +166,108 @@ pub struct Wanted {
     /// The tombstone: somebody asked for the deletion. Never taken back; the document goes when the host is clear.
     #[serde(default)]
     pub deleting: bool,
-    /// Counts the requested reboots of an instance. Persisted, so that a request survives a crash and is done once.
+    /// Counts the requested reboots of an instance. Persisted, so that a request survives a crash.
     #[serde(default)]
     pub reboots: u64,
+    /// How many of them are done: the reconciler has the store write it after the reboot
+    /// ([`WantedStore::acknowledge`](crate::store::WantedStore::acknowledge)). A crash between the two repeats the reboot:
+    /// a request is done at least once, and never lost.
+    #[serde(default)]
+    pub reboots_done: u64,
+    /// Counts the requested starts of an instance whose restart policy left it stopped; raised by `start` where `power` is
+    /// `running` already. An instance that runs is left alone.
+    #[serde(default)]
+    pub starts: u64,
+    /// How many of them are done; as `reboots_done`.
+    #[serde(default)]
+    pub starts_done: u64,
+    /// On a tombstone only: the object that was applied under the same name while this one is being deleted. It has an
+    /// identity of its own and a higher generation, and takes the place of the tombstone when
+    /// [`WantedStore::forget`](crate::store::WantedStore::forget) drops that; until then nothing of it is made, so
+    /// deleting it again only removes it here.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub successor: Option<Box<Wanted>>,
     /// What is wanted.
     #[serde(flatten)]
     pub spec: WantedSpec,
 }
 
 impl Wanted {
+    /// A new object of generation 1, without project and labels.
+    #[must_use]
+    pub const fn new(uuid: Uuid, name: ObjectName, spec: WantedSpec) -> Self {
+        Self {
+            uuid,
+            name,
+            project: None,
+            labels: BTreeMap::new(),
+            generation: 1,
+            deleting: false,
+            reboots: 0,
+            reboots_done: 0,
+            starts: 0,
+            starts_done: 0,
+            successor: None,
+            spec,
+        }
+    }
+
     /// The object's key.
     #[must_use]
     pub fn key(&self) -> Key {
         Key::new(self.spec.kind(), self.name.clone())
+    }
+
+    /// What remains wanted under this name: the object itself, or a tombstone's successor.
+    #[must_use]
+    pub fn live(&self) -> Option<&Self> {
+        if self.deleting { self.successor.as_deref() } else { Some(self) }
+    }
+
+    /// The tombstone of this object. A tombstone stays as it is, but for a successor, which goes: nothing was made of it.
+    #[must_use]
+    pub fn deleted(&self) -> Self {
+        let generation = if self.deleting { self.generation } else { self.generation + 1 };
+        Self { deleting: true, generation, successor: None, ..self.clone() }
+    }
+
+    /// This tombstone with an object that takes its place once it is gone.
+    #[must_use]
+    pub fn with_successor(&self, successor: Self) -> Self {
+        let generation = successor.generation.max(self.generation + 1);
+        Self { successor: Some(Box::new(Self { generation, ..successor })), ..self.clone() }
+    }
+
+    /// The objects that this one names, in the order of its spec, without repeats.
+    #[must_use]
+    pub fn references(&self) -> Vec<Key> {
+        let mut keys = Vec::new();
+        let mut add = |kind, name: &ObjectName| {
+            let key = Key::new(kind, name.clone());
+            if !keys.contains(&key) {
+                keys.push(key);
+            }
+        };
+        match &self.spec {
+            WantedSpec::Image(_) | WantedSpec::Network(_) => {}
+            WantedSpec::Volume(volume) => {
+                if let Some(source) = &volume.source {
+                    add(Kind::Image, &source.image);
+                }
+            }
+            WantedSpec::Instance(instance) => {
+                if let Some(image) = instance.boot.image() {
+                    add(Kind::Image, &image);
+                }
+                for disk in &instance.disks {
+                    add(Kind::Volume, &disk.volume);
+                }
+                for nic in &instance.nics {
+                    add(Kind::Network, &nic.network);
+                }
+            }
+        }
+        keys
     }
 }
 
@@ -366,6 +455,14 @@ pub struct Boot {
     pub cmdline: Option<String>,
 }
 
+impl Boot {
+    /// The `Image` that it names; `None` for firmware, a path of the host and what is no name.
+    #[must_use]
+    pub fn image(&self) -> Option<ObjectName> {
+        self.r#ref.as_deref().filter(|text| !text.starts_with('/'))?.parse().ok()
+    }
+}
+
 /// A disk of an instance.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -429,12 +526,67 @@ impl WantedSet {
         Self { objects: Arc::new(objects) }
     }
 
+    /// The set with all of `objects` put in or replaced; one copy of the set for any number of them.
+    #[must_use]
+    pub fn with_all(&self, objects: impl IntoIterator<Item = Wanted>) -> Self {
+        let mut all = (*self.objects).clone();
+        all.extend(objects.into_iter().map(|object| (object.key(), Arc::new(object))));
+        Self { objects: Arc::new(all) }
+    }
+
+    /// What remains wanted under a name: see [`Wanted::live`].
+    #[must_use]
+    pub fn live(&self, key: &Key) -> Option<&Wanted> {
+        self.get(key)?.live()
+    }
+
+    /// The keys of which the two sets hold different documents.
+    #[must_use]
+    pub fn diff(&self, other: &Self) -> Vec<Key> {
+        if Arc::ptr_eq(&self.objects, &other.objects) {
+            return Vec::new();
+        }
+        let mut keys = Vec::new();
+        let (mut left, mut right) =
+            (self.objects.iter().peekable(), other.objects.iter().peekable());
+        loop {
+            let order = match (left.peek(), right.peek()) {
+                (None, None) => return keys,
+                (Some(_), None) => Ordering::Less,
+                (None, Some(_)) => Ordering::Greater,
+                (Some((a, _)), Some((b, _))) => a.cmp(b),
+            };
+            let one = if order.is_le() { left.next() } else { None };
+            let two = if order.is_ge() { right.next() } else { None };
+            let same = match (one, two) {
+                (Some((_, a)), Some((_, b))) => Arc::ptr_eq(a, b) || a == b,
+                (_, _) => false,
+            };
+            if let Some((key, _)) = one.or(two).filter(|_| !same) {
+                keys.push(key.clone());
+            }
+        }
+    }
+
     /// The set without an object.
     #[must_use]
     pub fn without(&self, key: &Key) -> Self {
         let mut objects = (*self.objects).clone();
         objects.remove(key);
         Self { objects: Arc::new(objects) }
+    }
+
+    /// The set once the tombstone of `uuid` is dropped: without it, or with its successor in its place. The same set where
+    /// the document is no tombstone of that identity.
+    #[must_use]
+    pub fn forget(&self, key: &Key, uuid: Uuid) -> Self {
+        match self.get(key) {
+            Some(object) if object.deleting && object.uuid == uuid => match &object.successor {
+                Some(successor) => self.with((**successor).clone()),
+                None => self.without(key),
+            },
+            Some(_) | None => self.clone(),
+        }
     }
 
     /// One object, being deleted or not.
