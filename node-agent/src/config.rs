@@ -471,7 +471,7 @@ mod tests {
         }
         let id = problem("node_id = \"{3f2b8c1e-9a4d-4e6f-8b7a-1c2d3e4f5a6b}\"");
         assert!(id.contains("node_id: ") && id.contains("not a valid UUID"), "{id}");
-        assert!(problem("a = \n b").starts_with("c.toml: line 1: "), "{}", problem("a = \n b"));
+        assert!(problem("a = \n b").starts_with("c.toml: line 2: "), "{}", problem("a = \n b"));
         let long = format!("socket = \"/{}\"", "x".repeat(120));
         assert!(problem(&long).contains("at most 107 bytes"));
     }

@@ -183,16 +183,12 @@ fn tags_and_odd_numbers_are_refused() {
 #[test]
 fn what_get_prints_can_be_applied_again() {
     for manifest in parse(HELLO).unwrap() {
-        let wanted = Wanted {
-            uuid: "3f2b8c1e-9a4d-4e6f-8b7a-1c2d3e4f5a6b".parse().unwrap(),
-            name: manifest.name.clone(),
-            project: None,
-            labels: manifest.labels.clone(),
-            generation: 3,
-            deleting: false,
-            reboots: 0,
-            spec: manifest.spec.clone(),
-        };
+        let mut wanted = Wanted::new(
+            "3f2b8c1e-9a4d-4e6f-8b7a-1c2d3e4f5a6b".parse().unwrap(),
+            manifest.name.clone(),
+            manifest.spec.clone(),
+        );
+        wanted.labels = manifest.labels.clone();
         let mut value = serde_json::to_value(Document::of(&wanted).unwrap()).unwrap();
         value["status"] = serde_json::json!({"phase": "Ready"});
         let again = parse(&serde_yaml_ng::to_string(&value).unwrap()).unwrap();

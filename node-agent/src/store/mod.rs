@@ -23,7 +23,7 @@ use std::{
 use drivers_api::{BoxFuture, Error, ErrorKind, Uuid};
 use host::lock::{FileLock, LockError};
 use reconciler::{
-    store::{StoreError, WantedStore},
+    store::{Done, StoreError, WantedStore},
     wanted::{Key, Wanted, WantedSet},
 };
 use tokio::sync::watch;
@@ -124,10 +124,25 @@ pub enum Access {
 /// A change of the wanted state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Op {
-    /// An object put in or replaced.
-    Put(Box<Wanted>),
+    /// Objects put in or replaced.
+    Put(Vec<Wanted>),
     /// A tombstone dropped, if it is still the tombstone of this identity.
     Forget(Key, Uuid),
+    /// Requests recorded as done, if the document is of this identity.
+    Acknowledge(Key, Uuid, Done),
+}
+
+impl Op {
+    fn apply(&self, set: &WantedSet) -> WantedSet {
+        match self {
+            Self::Put(objects) => set.with_all(objects.iter().cloned()),
+            Self::Forget(key, uuid) => set.forget(key, *uuid),
+            Self::Acknowledge(key, uuid, done) => match set.get(key) {
+                Some(object) if object.uuid == *uuid => set.with(done.record(object)),
+                Some(_) | None => set.clone(),
+            },
+        }
+    }
 }
 
 /// What is shared between the handle, its clones and the writer.
@@ -270,6 +285,18 @@ impl WantedStore for Store {
     fn forget<'a>(&'a self, key: &'a Key, uuid: Uuid) -> BoxFuture<'a, Result<(), StoreError>> {
         Box::pin(async move {
             let ops = vec![Op::Forget(key.clone(), uuid)];
+            self.commit(ops).await.map(drop).map_err(|error| StoreError(error.chain()))
+        })
+    }
+
+    fn acknowledge<'a>(
+        &'a self,
+        key: &'a Key,
+        uuid: Uuid,
+        done: Done,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        Box::pin(async move {
+            let ops = vec![Op::Acknowledge(key.clone(), uuid, done)];
             self.commit(ops).await.map(drop).map_err(|error| StoreError(error.chain()))
         })
     }

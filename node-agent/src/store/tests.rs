@@ -4,18 +4,9 @@ use rusqlite::Connection;
 use super::*;
 
 fn volume(name: &str, number: u128) -> Wanted {
-    Wanted {
-        uuid: Uuid::from_bytes(number.to_be_bytes()).unwrap(),
-        name: name.parse().unwrap(),
-        project: None,
-        labels: Default::default(),
-        generation: 1,
-        deleting: false,
-        reboots: 0,
-        spec: WantedSpec::Volume(
-            serde_json::from_value::<VolumeSpec>(serde_json::json!({"size_gib": 1})).unwrap(),
-        ),
-    }
+    let spec = serde_json::from_value::<VolumeSpec>(serde_json::json!({"size_gib": 1})).unwrap();
+    let uuid = Uuid::from_bytes(number.to_be_bytes()).unwrap();
+    Wanted::new(uuid, name.parse().unwrap(), WantedSpec::Volume(spec))
 }
 
 fn key(name: &str) -> Key {
@@ -23,7 +14,7 @@ fn key(name: &str) -> Key {
 }
 
 fn put(object: Wanted) -> Vec<Op> {
-    vec![Op::Put(Box::new(object))]
+    vec![Op::Put(vec![object])]
 }
 
 fn names(store: &Store) -> Vec<String> {
@@ -78,7 +69,7 @@ async fn a_tombstone_is_dropped_only_if_it_is_still_that_tombstone() {
     store.commit(put(one.clone())).await.unwrap();
     store.forget(&key("one"), one.uuid).await.unwrap();
     assert_eq!(names(&store), ["one"], "it is no tombstone");
-    store.commit(put(Wanted { deleting: true, ..one.clone() })).await.unwrap();
+    store.commit(put(one.deleted())).await.unwrap();
     store.forget(&key("one"), volume("x", 9).uuid).await.unwrap();
     assert_eq!(names(&store), ["one"], "it is another identity's");
     store.forget(&key("one"), one.uuid).await.unwrap();
@@ -86,6 +77,25 @@ async fn a_tombstone_is_dropped_only_if_it_is_still_that_tombstone() {
     store.forget(&key("one"), one.uuid).await.unwrap();
     drop(store);
     assert!(names(&Store::open(dir.path()).unwrap()).is_empty());
+}
+
+#[tokio::test]
+async fn a_successor_takes_the_place_of_its_tombstone_and_a_done_request_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path()).unwrap();
+    let (one, next) = (volume("one", 1), volume("one", 2));
+    store.commit(put(one.deleted().with_successor(next.clone()))).await.unwrap();
+    store.forget(&key("one"), one.uuid).await.unwrap();
+    let mut asked = (**store.snapshot().get(&key("one")).unwrap()).clone();
+    assert_eq!(asked.uuid, next.uuid);
+    asked.reboots = 3;
+    store.commit(put(asked.clone())).await.unwrap();
+    store.acknowledge(&key("one"), one.uuid, Done::all_of(&asked)).await.unwrap();
+    assert_eq!(store.snapshot().get(&key("one")).unwrap().reboots_done, 0);
+    store.acknowledge(&key("one"), next.uuid, Done::all_of(&asked)).await.unwrap();
+    drop(store);
+    let again = Store::open(dir.path()).unwrap().snapshot();
+    assert_eq!(again.get(&key("one")).unwrap().reboots_done, 3);
 }
 
 #[tokio::test]

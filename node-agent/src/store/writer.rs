@@ -7,7 +7,7 @@ use std::{
 
 use drivers_api::{Error, ErrorKind};
 use host::lock::FileLock;
-use reconciler::wanted::WantedSet;
+use reconciler::wanted::{Key, Wanted};
 use rusqlite::{Connection, ErrorCode, Transaction, params};
 use tokio::sync::oneshot;
 
@@ -123,12 +123,21 @@ fn write<'a>(
     ops: impl Iterator<Item = &'a Op>,
     shared: &Shared,
 ) -> drivers_api::Result<u64> {
-    let mut set = shared.snapshot();
+    let before = shared.snapshot();
+    let after = ops.fold(before.clone(), |set, op| op.apply(&set));
+    let changed = before.diff(&after);
     let next = *shared.revision.borrow() + 1;
+    if changed.is_empty() {
+        return Ok(next - 1);
+    }
     let transaction = connection.transaction().map_err(into_error)?;
     host::fault::point("store.write.begun")?;
-    for op in ops {
-        set = apply(&transaction, op, &set)?;
+    // Removed rows first: an object may take the identity that another one gives up.
+    for key in changed.iter().filter(|key| after.get(key).is_none()) {
+        remove(&transaction, key)?;
+    }
+    for object in changed.iter().filter_map(|key| after.get(key)) {
+        put(&transaction, object)?;
         host::fault::point("store.write.row-written")?;
     }
     let revision = i64::try_from(next).unwrap_or(i64::MAX);
@@ -137,53 +146,37 @@ fn write<'a>(
         .map_err(into_error)?;
     host::fault::point("store.write.before-commit")?;
     transaction.commit().map_err(into_error)?;
-    shared.publish(set, next);
+    shared.publish(after, next);
     host::fault::point("store.write.committed")?;
     Ok(next)
 }
 
-fn apply(
-    transaction: &Transaction<'_>,
-    op: &Op,
-    set: &WantedSet,
-) -> drivers_api::Result<WantedSet> {
-    match op {
-        Op::Put(object) => {
-            let document = serde_json::to_string(object).map_err(|error| {
-                Error::new(ErrorKind::Internal, "write", object.key(), "no JSON").with_source(error)
-            })?;
-            let key = object.key();
-            transaction
-                .prepare_cached(
-                    "INSERT INTO object (kind, name, uuid, schema, document) VALUES (?1, ?2, ?3, ?4, ?5)
-                     ON CONFLICT (kind, name) DO UPDATE SET uuid = excluded.uuid, schema = excluded.schema,
-                     document = excluded.document",
-                )
-                .and_then(|mut statement| {
-                    statement.execute(params![
-                        key.kind.as_str(),
-                        key.name.as_str(),
-                        object.uuid.to_string(),
-                        SCHEMA,
-                        document
-                    ])
-                })
-                .map_err(into_error)?;
-            Ok(set.with((**object).clone()))
-        }
-        Op::Forget(key, uuid) => match set.get(key) {
-            Some(object) if object.deleting && object.uuid == *uuid => {
-                transaction
-                    .prepare_cached("DELETE FROM object WHERE kind = ?1 AND name = ?2")
-                    .and_then(|mut statement| {
-                        statement.execute(params![key.kind.as_str(), key.name.as_str()])
-                    })
-                    .map_err(into_error)?;
-                Ok(set.without(key))
-            }
-            Some(_) | None => Ok(set.clone()),
-        },
-    }
+fn put(transaction: &Transaction<'_>, object: &Wanted) -> drivers_api::Result<()> {
+    let key = object.key();
+    let document = serde_json::to_string(object).map_err(|error| {
+        Error::new(ErrorKind::Internal, "write", &key, "the document is no JSON").with_source(error)
+    })?;
+    transaction
+        .prepare_cached(
+            "INSERT INTO object (kind, name, uuid, schema, document) VALUES (?1, ?2, ?3, ?4, ?5)
+             ON CONFLICT (kind, name) DO UPDATE SET uuid = excluded.uuid, schema = excluded.schema,
+             document = excluded.document",
+        )
+        .and_then(|mut statement| {
+            let (kind, name, uuid) =
+                (key.kind.as_str(), key.name.as_str(), object.uuid.to_string());
+            statement.execute(params![kind, name, uuid, SCHEMA, document])
+        })
+        .map(drop)
+        .map_err(into_error)
+}
+
+fn remove(transaction: &Transaction<'_>, key: &Key) -> drivers_api::Result<()> {
+    transaction
+        .prepare_cached("DELETE FROM object WHERE kind = ?1 AND name = ?2")
+        .and_then(|mut statement| statement.execute(params![key.kind.as_str(), key.name.as_str()]))
+        .map(drop)
+        .map_err(into_error)
 }
 
 fn into_error(error: rusqlite::Error) -> Error {
