@@ -21,8 +21,11 @@ fn signal(pid: u64, signal: Signal) {
 /// The names of links that start with a prefix of the agent's.
 fn links() -> Vec<String> {
     let text = tool(&["ip", "-o", "link"]);
-    let name = |line: &str| line.split(": ").nth(1).map(|name| name.split('@').next().unwrap_or(name).to_owned());
-    let mut names: Vec<String> = text.lines().filter_map(name).filter(|name| name != "lo").collect();
+    let name = |line: &str| {
+        line.split(": ").nth(1).map(|name| name.split('@').next().unwrap_or(name).to_owned())
+    };
+    let mut names: Vec<String> =
+        text.lines().filter_map(name).filter(|name| name != "lo").collect();
     names.sort();
     names
 }
@@ -35,9 +38,13 @@ fn dnsmasq_pids() -> Vec<u64> {
     let mut pids = Vec::new();
     let mine = std::fs::read_link("/proc/thread-self/ns/net").unwrap();
     for entry in std::fs::read_dir("/proc").unwrap().flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
         let comm = std::fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
-        if comm.trim() == "dnsmasq" && std::fs::read_link(entry.path().join("ns/net")).is_ok_and(|ns| ns == mine) {
+        if comm.trim() == "dnsmasq"
+            && std::fs::read_link(entry.path().join("ns/net")).is_ok_and(|ns| ns == mine)
+        {
             pids.push(pid);
         }
     }
@@ -45,7 +52,8 @@ fn dnsmasq_pids() -> Vec<u64> {
 }
 
 async fn ready(node: &Node) -> bool {
-    node.phase("instance", "hello").await == "Ready" && node.phase("network", "lan").await == "Ready"
+    node.phase("instance", "hello").await == "Ready"
+        && node.phase("network", "lan").await == "Ready"
 }
 
 #[test]
@@ -71,7 +79,12 @@ fn what_is_removed_by_hand_is_put_back() {
         let info = node.guest(address, |info| info["boots"] == 1).await;
         let (all_links, all_rules) = (links(), rules());
         assert_eq!(all_links.len(), 2, "a bridge and a tap: {all_links:?}");
-        let whole = || async { links() == all_links && rules() == all_rules && dnsmasq_pids().len() == 1 && ready(&node).await };
+        let whole = || async {
+            links() == all_links
+                && rules() == all_rules
+                && dnsmasq_pids().len() == 1
+                && ready(&node).await
+        };
         assert!(whole().await);
 
         tool(&["nft", "flush", "ruleset"]);
@@ -87,7 +100,10 @@ fn what_is_removed_by_hand_is_put_back() {
         for pid in dnsmasq_pids() {
             signal(pid, Signal::KILL);
         }
-        node.until("DHCP is back", SOON, || async { dnsmasq_pids().len() == 1 && ready(&node).await }).await;
+        node.until("DHCP is back", SOON, || async {
+            dnsmasq_pids().len() == 1 && ready(&node).await
+        })
+        .await;
         let after = node.guest(address, |_| true).await;
         assert_eq!(after["boot_id"], info["boot_id"], "mended without a restart");
 
@@ -130,7 +146,10 @@ fn a_silent_monitor_harms_only_its_vm() {
         // A VMM that is stopped for ever does not outlive a delete.
         signal(pid, Signal::STOP);
         node.ok(&["delete", "instance", "hello", "--wait"]).await;
-        assert!(!std::path::Path::new(&format!("/proc/{pid}/exe")).exists() || zombie(pid), "QEMU is gone");
+        assert!(
+            !std::path::Path::new(&format!("/proc/{pid}/exe")).exists() || zombie(pid),
+            "QEMU is gone"
+        );
     });
 }
 

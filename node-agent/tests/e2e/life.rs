@@ -19,7 +19,9 @@ fn host_state(node: &Node) -> BTreeMap<String, String> {
     state.insert("links".to_owned(), tool(&["ip", "-d", "address"]));
     state.insert("rules".to_owned(), tool(&["nft", "-j", "list", "ruleset"]));
     // Counters of traffic, lifetimes and the store's own log of writes are no writes of drivers.
-    state.retain(|path, _| !path.contains("-wal") && !path.contains("-shm") && !path.ends_with("serial.log"));
+    state.retain(|path, _| {
+        !path.contains("-wal") && !path.contains("-shm") && !path.ends_with("serial.log")
+    });
     state
 }
 
@@ -29,7 +31,10 @@ fn walk(path: &Path, state: &mut BTreeMap<String, String>) {
         if found.is_dir() {
             walk(&entry.path(), state);
         } else if !entry.path().starts_with(path.join("volumes")) {
-            state.insert(entry.path().display().to_string(), format!("{:?} {}", found.modified().unwrap(), found.len()));
+            state.insert(
+                entry.path().display().to_string(),
+                format!("{:?} {}", found.modified().unwrap(), found.len()),
+            );
         }
     }
 }
@@ -72,7 +77,11 @@ fn hello_answers_over_its_bridge_and_a_second_apply_changes_nothing() {
         assert_eq!(plan.code, 0, "nothing to do: {plan:?}");
         node.apply(&manifest).await;
         tokio::time::sleep(Duration::from_secs(1)).await;
-        assert_eq!(without_counters(host_state(&node)), before, "a second apply writes nothing to the host");
+        assert_eq!(
+            without_counters(host_state(&node)),
+            before,
+            "a second apply writes nothing to the host"
+        );
     });
 }
 
@@ -97,7 +106,11 @@ fn a_killed_agent_leaves_the_vm_alone_and_the_next_one_adopts_it() {
         assert_eq!(after["boot_id"], before["boot_id"], "the guest was not restarted");
         let uptime = |info: &Value| info["uptime_seconds"].as_f64().unwrap();
         assert!(uptime(&after) > uptime(&before), "uptime goes on");
-        assert_eq!(without_counters(host_state(&node)), state, "adoption writes nothing to the host");
+        assert_eq!(
+            without_counters(host_state(&node)),
+            state,
+            "adoption writes nothing to the host"
+        );
     });
 }
 
@@ -147,7 +160,10 @@ fn a_deletion_wins_in_every_state() {
         let links = tool(&["ip", "-o", "link"]);
         assert_eq!(links.lines().count(), 1, "only lo is left: {links}");
         assert_eq!(tool(&["nft", "list", "ruleset"]), "", "no rule is left");
-        assert_eq!(std::fs::read_dir(node.path("volumes")).unwrap().filter(|entry| !hidden(entry)).count(), 0);
+        assert_eq!(
+            std::fs::read_dir(node.path("volumes")).unwrap().filter(|entry| !hidden(entry)).count(),
+            0
+        );
     });
 }
 

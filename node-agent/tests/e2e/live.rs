@@ -50,7 +50,9 @@ fn disks_and_nics_come_and_go_while_the_guest_runs() {
             more: "",
         };
         node.apply(&format!("{MORE}{}", instance("hello", more))).await;
-        let both = |info: &Value| disks(info) == [1, 2] && nics(info) == 2 && info.to_string().contains("10.78.0.9");
+        let both = |info: &Value| {
+            disks(info) == [1, 2] && nics(info) == 2 && info.to_string().contains("10.78.0.9")
+        };
         let with = node.guest(address, both).await;
         assert_eq!(with["boot_id"], before["boot_id"], "without a restart");
 
@@ -70,7 +72,11 @@ fn a_volume_grows_under_a_running_guest_and_never_shrinks() {
         node.apply(&hello(&node.registry())).await;
         let address = node.address("hello").await;
         let before = node.guest(address, |info| info["boots"] == 1).await;
-        let volume = |gib: u32| format!("api_version: bcd/v1\nkind: Volume\nname: data\nspec: {{size_gib: {gib}, format: qcow2}}\n");
+        let volume = |gib: u32| {
+            format!(
+                "api_version: bcd/v1\nkind: Volume\nname: data\nspec: {{size_gib: {gib}, format: qcow2}}\n"
+            )
+        };
         node.apply(&volume(3)).await;
         let grown = node.guest(address, |info| disks(info) == [3]).await;
         assert_eq!(grown["boot_id"], before["boot_id"], "without a restart");

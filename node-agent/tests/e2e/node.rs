@@ -43,7 +43,9 @@ fn guest_dir() -> &'static Path {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/make-guest");
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let run = Run::new(script).arg(&dir).arg("--all").limit(Duration::from_secs(300));
-        runtime.block_on(run.success(&Context::new())).expect("scripts/make-guest makes the guest's files");
+        runtime
+            .block_on(run.success(&Context::new()))
+            .expect("scripts/make-guest makes the guest's files");
         dir
     })
 }
@@ -122,7 +124,11 @@ impl Node {
         self.launch_agent();
         let begun = Instant::now();
         while self.bcd(&["get"]).await.code != 0 {
-            assert!(begun.elapsed() < Duration::from_secs(20), "the agent does not answer: {}", self.agent_log());
+            assert!(
+                begun.elapsed() < Duration::from_secs(20),
+                "the agent does not answer: {}",
+                self.agent_log()
+            );
             assert!(!self.agent_ended(), "the agent ended: {}", self.agent_log());
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
@@ -130,8 +136,10 @@ impl Node {
 
     /// Starts the agent without waiting.
     pub(crate) fn launch_agent(&mut self) {
-        let log = std::fs::OpenOptions::new().append(true).create(true).open(self.path("log")).unwrap();
-        let daemon = Daemon::new(BINARY).args(["run", "--config"]).arg(self.path("config.toml")).log(log);
+        let log =
+            std::fs::OpenOptions::new().append(true).create(true).open(self.path("log")).unwrap();
+        let daemon =
+            Daemon::new(BINARY).args(["run", "--config"]).arg(self.path("config.toml")).log(log);
         self.agent = Some(daemon.start().expect("the agent starts"));
     }
 
@@ -215,7 +223,10 @@ impl Node {
     /// The pid of an instance's VMM.
     pub(crate) async fn pid(&self, name: &str) -> u64 {
         let observed = self.observed("instance", name).await;
-        observed.get("pid").and_then(Value::as_u64).unwrap_or_else(|| panic!("no pid in {observed}"))
+        observed
+            .get("pid")
+            .and_then(Value::as_u64)
+            .unwrap_or_else(|| panic!("no pid in {observed}"))
     }
 
     /// The first v4 address of an instance.
@@ -247,7 +258,12 @@ impl Node {
     }
 
     /// Waits until `holds` answers true.
-    pub(crate) async fn until<F: Future<Output = bool>>(&self, what: &str, limit: Duration, holds: impl Fn() -> F) -> Duration {
+    pub(crate) async fn until<F: Future<Output = bool>>(
+        &self,
+        what: &str,
+        limit: Duration,
+        holds: impl Fn() -> F,
+    ) -> Duration {
         let begun = Instant::now();
         while !holds().await {
             assert!(begun.elapsed() < limit, "{what}: not within {limit:?}\n{}", self.agent_log());
@@ -260,7 +276,9 @@ impl Node {
 /// The first value of a key, wherever it is.
 pub(crate) fn find<'a>(value: &'a Value, key: &str) -> Option<&'a Value> {
     match value {
-        Value::Object(map) => map.get(key).or_else(|| map.values().find_map(|inner| find(inner, key))),
+        Value::Object(map) => {
+            map.get(key).or_else(|| map.values().find_map(|inner| find(inner, key)))
+        }
         Value::Array(items) => items.iter().find_map(|inner| find(inner, key)),
         Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => None,
     }
@@ -280,7 +298,9 @@ pub(crate) async fn ask(address: IpAddr) -> Option<Value> {
 
 async fn push_guests(registry: &RealRegistry, guest: &Path) {
     let read = |name: &str| std::fs::read(guest.join(name)).unwrap();
-    let layer = |kind: &str, name: &str| Blob::new(format!("application/vnd.bcd.{kind}"), read(name)).title(name);
+    let layer = |kind: &str, name: &str| {
+        Blob::new(format!("application/vnd.bcd.{kind}"), read(name)).title(name)
+    };
     let mut linux = Artifact::new(vec![layer("kernel.v1", "kernel"), layer("initrd.v1", "initrd")]);
     let cmdline = String::from_utf8(read("cmdline")).unwrap();
     linux.annotations.insert("vnd.bcd.cmdline".to_owned(), cmdline);

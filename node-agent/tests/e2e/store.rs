@@ -16,7 +16,11 @@ fn store_files(node: &Node) -> Vec<PathBuf> {
 /// The VM runs on, whatever the agent does.
 async fn vm_lives(node: &Node, pid: u64) {
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert!(std::path::Path::new(&format!("/proc/{pid}/exe")).exists(), "the VM lives: {}", node.agent_log());
+    assert!(
+        std::path::Path::new(&format!("/proc/{pid}/exe")).exists(),
+        "the VM lives: {}",
+        node.agent_log()
+    );
 }
 
 #[test]
@@ -30,7 +34,10 @@ fn an_empty_store_destroys_nothing() {
         }
         node.start_agent().await;
         vm_lives(&node, pid).await;
-        assert!(std::fs::read_dir(node.path("volumes")).unwrap().count() > 0, "the volume is there");
+        assert!(
+            std::fs::read_dir(node.path("volumes")).unwrap().count() > 0,
+            "the volume is there"
+        );
         let address = "10.77.0.2".parse().unwrap();
         node.guest(address, |_| true).await;
     });
@@ -52,7 +59,10 @@ fn a_corrupt_store_destroys_nothing_and_says_what_to_do() {
             assert_eq!(node.bcd(&["get"]).await.code, 0, "get answers");
         }
         let log = node.agent_log();
-        assert!(log.contains("store") && log.contains("state"), "the message names the store: {log}");
+        assert!(
+            log.contains("store") && log.contains("state"),
+            "the message names the store: {log}"
+        );
     });
 }
 
@@ -64,7 +74,10 @@ fn a_second_agent_on_one_state_directory_is_refused() {
         let config = node.path("config.toml");
         let second = node.bcd(&["run", "--config", config.to_str().unwrap()]).await;
         assert_ne!(second.code, 0);
-        assert!(second.err.contains("process") || second.err.contains("pid"), "names the holder: {second:?}");
+        assert!(
+            second.err.contains("process") || second.err.contains("pid"),
+            "names the holder: {second:?}"
+        );
         assert_eq!(node.bcd(&["get"]).await.code, 0, "the first goes on");
         node.kill_agent().await;
         node.start_agent().await;
