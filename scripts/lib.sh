@@ -5,7 +5,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 export ROOT
 STARTED=${STARTED:-$EPOCHREALTIME}
 export STARTED
-PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
+PATH=$PATH:/usr/local/sbin:/usr/local/bin:/usr/sbin:/sbin
 export PATH
 
 # seconds_since START: the seconds since a value of $EPOCHREALTIME, with one digit.
