@@ -1,0 +1,274 @@
+//! Makes a volume: in a directory beside, published by one rename.
+
+use std::{
+    fs::{self, DirBuilder, File},
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use drivers_api::{Change, Context, DiskFormat, VolumeSpec};
+use host::{
+    fault,
+    files::{self, FileError},
+    run::Run,
+};
+use rustix::{
+    fs::{CWD, RenameFlags, renameat_with},
+    io::Errno,
+};
+
+use crate::{
+    bases, copy,
+    error::VolumeError,
+    image::{self, Below},
+    layout::{SIDECAR, base_name, disk_name},
+    locks::{Held, Key},
+    pool::{Pool, off, with},
+    sidecar::Sidecar,
+    source::Source,
+};
+
+/// How long a conversion may take when the caller's context has no deadline.
+const CONVERT_LIMIT: Duration = Duration::from_secs(3600);
+
+/// A volume in the making.
+#[derive(Debug)]
+pub(crate) struct Making {
+    held: Arc<Held>,
+    spec: VolumeSpec,
+    /// The directory in which it is made.
+    dir: PathBuf,
+    next: Next,
+}
+
+/// What is missing.
+#[derive(Debug)]
+enum Next {
+    /// Nothing but the publication.
+    Publish,
+    /// A base from another filesystem, then the overlay.
+    Base(Source),
+    /// The conversion of a qcow2 image into the disk.
+    Convert(Source),
+}
+
+/// Does all that needs neither another lock nor a tool.
+pub(crate) fn begin(
+    pool: &Pool,
+    cx: &Context,
+    held: Arc<Held>,
+    spec: VolumeSpec,
+) -> Result<Making, VolumeError> {
+    let source = Source::open(&spec)?;
+    let dir = pool.layout.staging(spec.uuid);
+    // What a crash left of an earlier attempt or of the removal of an earlier volume.
+    files::remove_tree(&dir)?;
+    files::remove_tree(&pool.layout.trash(spec.uuid))?;
+    let made = stage(pool, cx, &dir, &spec, source);
+    if made.is_err() {
+        clear(&dir);
+    }
+    Ok(Making { held, spec, dir, next: made? })
+}
+
+fn stage(
+    pool: &Pool,
+    cx: &Context,
+    dir: &Path,
+    spec: &VolumeSpec,
+    source: Option<Source>,
+) -> Result<Next, VolumeError> {
+    DirBuilder::new().mode(0o700).create(dir).map_err(FileError::of("make directory", dir))?;
+    fault::point("file.create.directory-made")?;
+    let overlay = source.as_ref().filter(|_| spec.format == DiskFormat::Qcow2);
+    let base = overlay.map(|source| source.format);
+    let sidecar = Sidecar::new(pool.node, spec.clone(), base);
+    files::write_new(&dir.join(SIDECAR), &sidecar.bytes()?)?;
+    fault::point("file.create.recorded")?;
+    let size = spec.size_gib.bytes();
+    match (spec.format, source) {
+        (DiskFormat::Qcow2, None) => write_image(dir, size, None)?,
+        (DiskFormat::Qcow2, Some(source)) => {
+            if !source.share(&dir.join(base_name(source.format)?))? {
+                return Ok(Next::Base(source));
+            }
+            fault::point("file.create.base-linked")?;
+            write_image(dir, size, Some(source.format))?;
+        }
+        (DiskFormat::Raw, None) => drop(raw_disk(dir, size)?),
+        (DiskFormat::Raw, Some(source)) if source.format == DiskFormat::Qcow2 => {
+            drop(raw_disk(dir, source.size)?);
+            return Ok(Next::Convert(source));
+        }
+        (DiskFormat::Raw, Some(source)) => {
+            let (disk, path) = raw_disk(dir, 0)?;
+            let fail = || FileError::of("copy the image to", &path);
+            copy::copy(cx, &source.file, &disk, source.size).map_err(fail())??;
+            disk.set_len(size).map_err(fail())?;
+        }
+        _ => return Err(VolumeError::UnknownFormat),
+    }
+    Ok(Next::Publish)
+}
+
+/// Makes the disk's file of a raw volume: a hole of `size` bytes.
+fn raw_disk(dir: &Path, size: u64) -> Result<(File, PathBuf), VolumeError> {
+    let path = dir.join(disk_name(DiskFormat::Raw)?);
+    let file = files::create_new(&path)?;
+    file.set_len(size).map_err(FileError::of("size", &path))?;
+    Ok((file, path))
+}
+
+fn write_image(dir: &Path, size: u64, base: Option<DiskFormat>) -> Result<(), VolumeError> {
+    let path = dir.join(disk_name(DiskFormat::Qcow2)?);
+    let file = files::create_new(&path)?;
+    let below = match base {
+        Some(format) => Some(Below { name: base_name(format)?, format: format.as_str() }),
+        None => None,
+    };
+    image::write(&file, size, below).map_err(FileError::of("write", &path))?;
+    Ok(())
+}
+
+/// Does the rest and publishes. On an error nothing is left; a dropped future leaves a half-made volume.
+pub(crate) async fn finish(
+    pool: Arc<Pool>,
+    cx: Context,
+    making: Making,
+) -> Result<Change, VolumeError> {
+    let (held, dir) = (Arc::clone(&making.held), making.dir.clone());
+    let finished = complete(&pool, &cx, making).await;
+    if finished.is_err() {
+        off(move || {
+            clear(&dir);
+            drop(held);
+            Ok(())
+        })
+        .await?;
+    }
+    finished
+}
+
+async fn complete(pool: &Arc<Pool>, cx: &Context, making: Making) -> Result<Change, VolumeError> {
+    let Making { held, spec, dir, next } = making;
+    match next {
+        Next::Publish => {}
+        Next::Base(source) => {
+            let key = Key::base(&source.copy_name()?);
+            let gate = pool.locks.gate(key).await;
+            let (cx, dir, held, size) =
+                (cx.clone(), dir.clone(), Arc::clone(&held), spec.size_gib.bytes());
+            with(pool, move |pool| {
+                let to = dir.join(base_name(source.format)?);
+                bases::link_copy(pool, &cx, gate, &source, &to)?;
+                fault::point("file.create.base-linked")?;
+                let written = write_image(&dir, size, Some(source.format));
+                drop(held);
+                written
+            })
+            .await?;
+        }
+        Next::Convert(source) => {
+            convert(pool, cx, &source, &dir.join(disk_name(DiskFormat::Raw)?)).await?;
+            fault::point("file.create.converted")?;
+        }
+    }
+    with(pool, move |pool| publish(pool, &held, &spec, &dir)).await
+}
+
+fn publish(pool: &Pool, held: &Held, spec: &VolumeSpec, dir: &Path) -> Result<Change, VolumeError> {
+    let disk = dir.join(disk_name(spec.format)?);
+    let file = crate::observe::open_part(&disk, true)?;
+    let fail = || FileError::of("sync", &disk);
+    if spec.format == DiskFormat::Raw {
+        // A converted image may be smaller than the volume.
+        file.set_len(spec.size_gib.bytes()).map_err(fail())?;
+    }
+    file.sync_all().map_err(fail())?;
+    files::sync_parent(&disk)?;
+    fault::point("file.create.disk-made")?;
+    held.check()?;
+    let to = pool.layout.volume(spec.uuid);
+    rename_new(dir, &to)?;
+    fault::point("file.create.published")?;
+    files::sync_parent(&to)?;
+    Ok(Change::Created)
+}
+
+/// Renames onto a name that is free. It was free when we looked; a stranger's directory of that name is not replaced.
+fn rename_new(from: &Path, to: &Path) -> Result<(), VolumeError> {
+    match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+        Ok(()) => Ok(()),
+        Err(Errno::EXIST | Errno::NOTEMPTY) => Err(VolumeError::Foreign { path: to.to_owned() }),
+        // A filesystem without the flag: a directory that is not empty is not replaced either.
+        Err(Errno::INVAL | Errno::NOSYS) => {
+            Ok(fs::rename(from, to).map_err(FileError::of("rename onto", to))?)
+        }
+        Err(error) => Err(FileError::of("rename onto", to)(error.into()).into()),
+    }
+}
+
+/// Removes a volume in the making after an error.
+fn clear(dir: &Path) {
+    if let Err(error) = files::remove_tree(dir) {
+        tracing::warn!(
+            path = %dir.display(),
+            error = %error.source,
+            "a half-made volume stays until the next ensure or destroy"
+        );
+    }
+}
+
+/// Writes the bytes of a qcow2 image into the raw disk, which is there and a hole of the image's size.
+///
+/// The format of both is given, no backing file is opened whatever the header says, and the target is never made by the
+/// tool: one that outlives a killed agent can write into no later attempt.
+async fn convert(
+    pool: &Pool,
+    cx: &Context,
+    source: &Source,
+    disk: &Path,
+) -> Result<(), VolumeError> {
+    let Some(path) = source.path.to_str() else {
+        return Err(VolumeError::Path { path: source.path.clone() });
+    };
+    let image = serde_json::json!({
+        "driver": "qcow2",
+        "backing": null,
+        "file": { "driver": "file", "filename": path },
+    });
+    let converted = Run::new(&pool.qemu_img)
+        .args(["convert", "-q", "-n", "--target-is-zero", "-O", "raw", "--"])
+        .arg(format!("json:{image}"))
+        .arg(disk)
+        .limit(CONVERT_LIMIT)
+        .success(cx)
+        .await;
+    // A missing tool and a failed one keep their cause; the caller's context ends with its own kind.
+    if converted.is_err() {
+        host::bound::check(cx, "convert", "image")?;
+    }
+    converted?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn a_strangers_directory_is_not_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let (from, to) = (dir.path().join("from"), dir.path().join("to"));
+        fs::create_dir(&from).unwrap();
+        fs::create_dir(&to).unwrap();
+        assert!(matches!(rename_new(&from, &to), Err(VolumeError::Foreign { .. })));
+        let missing = rename_new(&dir.path().join("absent"), &dir.path().join("new"));
+        let Err(VolumeError::File(error)) = missing else { panic!("{missing:?}") };
+        assert_eq!(error.source.kind(), io::ErrorKind::NotFound);
+    }
+}
