@@ -112,6 +112,7 @@ pub(super) struct State {
     calls: BTreeMap<Op, u64>,
     writes: u64,
     log: Vec<(Op, Option<Uuid>)>,
+    down: bool,
 }
 
 impl State {
@@ -183,6 +184,11 @@ impl Host {
     #[must_use]
     pub fn image(&self) -> Arc<ReferenceImage> {
         Arc::new(ReferenceImage::new(self.clone()))
+    }
+
+    /// Whether the host answers its drivers at all. While it is down, every call fails as unavailable.
+    pub fn set_down(&self, down: bool) {
+        self.lock().down = down;
     }
 
     /// Adds a fault to come.
@@ -272,6 +278,9 @@ impl Host {
             }
         }
         let mut call = Call { host: self.clone(), cx: cx.clone(), op, object, turn: None };
+        if self.lock().down {
+            return Err(call.error(ErrorKind::Unavailable, "the host does not answer"));
+        }
         call.strike(When::Before)?;
         call.pause(true).await?;
         if let Some(object) = object.filter(|_| !op.is_read()) {
@@ -394,9 +403,14 @@ impl Call {
         &self,
         future: impl Future<Output = T>,
     ) -> drivers_api::Result<T> {
+        // A timer fires up to a millisecond late: a deadline that has passed is seen here.
+        let at = self.cx.deadline().map(tokio::time::Instant::from_std);
+        if at.is_some_and(|at| at <= tokio::time::Instant::now()) {
+            return Err(self.error(ErrorKind::Deadline, "the deadline passed"));
+        }
         let deadline = async {
-            match self.cx.deadline() {
-                Some(at) => tokio::time::sleep_until(tokio::time::Instant::from_std(at)).await,
+            match at {
+                Some(at) => tokio::time::sleep_until(at).await,
                 None => std::future::pending().await,
             }
         };

@@ -7,6 +7,7 @@
 //!
 //! Every call has an `await` between any two effects, so that a dropped future leaves what a crash would leave.
 
+mod bench;
 mod console;
 mod devices;
 mod events;
@@ -18,6 +19,7 @@ mod op;
 mod vm;
 mod volume;
 
+pub use bench::ReferenceBench;
 pub use host::{Fault, Host, When};
 pub use hypervisor::ReferenceHypervisor;
 pub use image::ReferenceImage;

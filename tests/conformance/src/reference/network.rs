@@ -529,6 +529,13 @@ impl Host {
         self.lock().links.foreign.get(name).cloned()
     }
 
+    /// All devices that are not ours.
+    #[must_use]
+    pub fn foreign_devices(&self) -> Vec<(IfName, String)> {
+        let state = self.lock();
+        state.links.foreign.iter().map(|(name, text)| (name.clone(), text.clone())).collect()
+    }
+
     /// Takes a foreign device away.
     pub fn remove_foreign_device(&self, name: &IfName) {
         self.lock().links.foreign.remove(name);
