@@ -6,7 +6,7 @@
 
 use std::{
     fmt, io,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     str::FromStr,
     time::Duration,
 };
@@ -113,6 +113,12 @@ fn start_ticks(pid: i32) -> Option<u64> {
 /// A descriptor of one process.
 #[derive(Debug)]
 pub struct PidFd(OwnedFd);
+
+impl AsFd for PidFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
 
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
