@@ -44,7 +44,7 @@ demo_config() {
   chmod 755 "$RUN"
   [[ -s $RUN/node-id ]] || cat /proc/sys/kernel/random/uuid >"$RUN/node-id"
   cat >"$RUN/config.toml.new" <<C
-# Made by make run. Every key is explained in docs/configuration.md.
+# Made by make run. Every key is explained in docs/config.md.
 # An identity of its own, so that the demo never takes another agent's machines for its own.
 node_id = "$(<"$RUN/node-id")"
 socket = "$RUN/agent.sock"
@@ -61,6 +61,10 @@ insecure_registries = ["127.0.0.1:$REGISTRY_PORT"]
 
 [volumes]
 dir = "$RUN/volumes"
+
+[network]
+# Links and tables of another agent on this host have other names.
+prefix = "run"
 C
   mv "$RUN/config.toml.new" "$RUN/config.toml"
 }
