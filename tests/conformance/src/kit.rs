@@ -455,21 +455,24 @@ async fn catch<T>(part: impl Future<Output = Check<T>>) -> Check<T> {
     }
 }
 
-async fn census<K: Subject>(kit: &K) -> Result<Census, String> {
-    let mut census = kit.census().await;
+/// The census of the back-end, and that of this process.
+async fn census<K: Subject>(kit: &K) -> Result<(Census, Census), String> {
+    let mut process = Census::new();
     if kit.run().options.process_census {
-        census.add_process().map_err(|error| format!("/proc cannot be read: {error}"))?;
+        process.add_process().map_err(|error| format!("/proc cannot be read: {error}"))?;
     }
-    Ok(census)
+    Ok((kit.census().await, process))
 }
 
 /// Waits until the census is what it was before, for as long as the options allow.
-async fn settle<K: Subject>(kit: &K, before: &Result<Census, String>) -> Check {
+async fn settle<K: Subject>(kit: &K, before: &Result<(Census, Census), String>) -> Check {
     let before = before.as_ref().map_err(|why| Stop::NotTried(why.clone()))?;
     let end = Instant::now() + kit.run().options.settle;
     loop {
         let after = census(kit).await.map_err(Stop::NotTried)?;
-        let diff = before.diff(&after);
+        let mut diff = before.0.diff(&after.0);
+        // What this process has less than before is no leak.
+        diff.extend(before.1.diff(&after.1).into_iter().filter(|line| line.starts_with('+')));
         if diff.is_empty() {
             return Ok(());
         }
