@@ -178,20 +178,55 @@ impl KernelLock {
     }
 }
 
-/// Locks a whole image file against all VMMs and tools, until `file` is closed; false when one has it open.
+impl Drop for KernelLock {
+    fn drop(&mut self) {
+        unlock(&self.file);
+    }
+}
+
+/// A whole image file that is locked against all VMMs and tools.
+#[derive(Debug)]
+pub(crate) struct ImageLock<'a>(&'a File);
+
+impl Drop for ImageLock<'_> {
+    fn drop(&mut self) {
+        unlock(self.0);
+    }
+}
+
+/// Locks a whole image file against all VMMs and tools; `None` when one has it open.
 ///
 /// QEMU and `qemu-img` hold open file description locks on bytes 100 to 299 of each image that they have open
 /// (`RAW_LOCK_PERM_BASE` and `RAW_LOCK_SHARED_BASE` in QEMU's `block/file-posix.c`), Cloud Hypervisor on the image, so an
 /// exclusive lock on all bytes conflicts with each.
-pub(crate) fn try_lock_image(file: &File) -> io::Result<bool> {
-    try_lock(file, 0, 0)
+pub(crate) fn try_lock_image(file: &File) -> io::Result<Option<ImageLock<'_>>> {
+    Ok(try_lock(file, 0, 0)?.then_some(ImageLock(file)))
 }
 
-/// Tries an exclusive open file description lock on `length` bytes from `start`; `length` 0 is to the end of all files.
-#[expect(unsafe_code, reason = "rustix has whole-file process locks only")]
+/// Tries an exclusive lock on `length` bytes from `start`; `length` 0 is to the end of all files.
 fn try_lock(file: &File, start: i64, length: i64) -> io::Result<bool> {
+    match set_lock(file, libc::F_WRLCK, start, length) {
+        Ok(()) => Ok(true),
+        Err(error) => match error.raw_os_error() {
+            Some(libc::EAGAIN | libc::EACCES) => Ok(false),
+            _ => Err(error),
+        },
+    }
+}
+
+/// Releases all locks of an open file. To close it is not enough: a child that another thread has forked and that has not
+/// yet come to its exec has the same open file, and would keep the lock for that time.
+fn unlock(file: &File) {
+    if let Err(error) = set_lock(file, libc::F_UNLCK, 0, 0) {
+        tracing::warn!(%error, "a lock stays until its file is closed");
+    }
+}
+
+/// Sets or clears an open file description lock, without waiting.
+#[expect(unsafe_code, reason = "rustix has whole-file process locks only")]
+fn set_lock(file: &File, kind: libc::c_int, start: i64, length: i64) -> io::Result<()> {
     let wanted = libc::flock {
-        l_type: i16::try_from(libc::F_WRLCK).unwrap_or_default(),
+        l_type: i16::try_from(kind).unwrap_or_default(),
         l_whence: i16::try_from(libc::SEEK_SET).unwrap_or_default(),
         l_start: start,
         l_len: length,
@@ -201,14 +236,7 @@ fn try_lock(file: &File, start: i64, length: i64) -> io::Result<bool> {
     // SAFETY: the descriptor is open as long as `file` is borrowed; `F_OFD_SETLK` reads a `flock`, which `wanted` is, and
     // keeps no pointer to it.
     let answer = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) };
-    if answer == 0 {
-        return Ok(true);
-    }
-    let error = io::Error::last_os_error();
-    match error.raw_os_error() {
-        Some(libc::EAGAIN | libc::EACCES) => Ok(false),
-        _ => Err(error),
-    }
+    if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 #[cfg(test)]
@@ -244,6 +272,18 @@ mod tests {
         held.check().unwrap();
         std::fs::remove_file(&locks.file).unwrap();
         assert!(held.check().is_err(), "a holder notices that its lock file was replaced");
+    }
+
+    #[test]
+    fn a_released_lock_is_free_although_a_copy_of_its_descriptor_is_open() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(".lock");
+        let held = KernelLock::try_take(&path, Key::POOL).unwrap().unwrap();
+        // What a forked child has until its exec.
+        let copy = held.file.try_clone().unwrap();
+        drop(held);
+        assert!(KernelLock::try_take(&path, Key::POOL).unwrap().is_some());
+        drop(copy);
     }
 
     #[test]

@@ -53,7 +53,7 @@ fn check(pool: &Pool, live: Live) -> Result<Live, VolumeError> {
     // A VMM that still runs although its attachment was released. What is no regular file is open nowhere.
     let path = live.disk_path()?;
     if let Ok(disk) = open_regular(&path, true)
-        && !try_lock_image(&disk).map_err(FileError::of("lock", &path))?
+        && try_lock_image(&disk).map_err(FileError::of("lock", &path))?.is_none()
     {
         return Err(VolumeError::InUse { path });
     }

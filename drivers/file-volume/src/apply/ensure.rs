@@ -137,9 +137,9 @@ fn grow(live: &Live, bytes: u64) -> Result<Grown, VolumeError> {
         file.sync_all().map_err(fail())?;
         return Ok(Grown::Yes);
     }
-    if !try_lock_image(&file).map_err(fail())? {
+    let Some(_locked) = try_lock_image(&file).map_err(fail())? else {
         return Ok(Grown::InUse);
-    }
+    };
     // Read again under the image's lock: a VMM that ended meanwhile may have changed it.
     let info = host::qcow2::inspect(&file)
         .map_err(|source| VolumeError::Header { path: path.clone(), source })?;
