@@ -22,6 +22,8 @@ mod census;
 #[expect(clippy::let_underscore_must_use, reason = "cases look at the host, not at each answer")]
 mod hypervisor;
 mod kit;
+#[expect(clippy::let_underscore_must_use, reason = "cases look at the host, not at each answer")]
+mod network;
 mod odd;
 mod options;
 mod report;
@@ -34,16 +36,10 @@ pub use async_trait::async_trait;
 pub use bench::{AnyBench, HypervisorBench, ImageBench, NetworkBench, Plant, VolumeBench};
 pub use census::Census;
 pub use hypervisor::check_hypervisor;
+pub use network::check_network;
 pub use options::Options;
 pub use report::{CaseReport, DriverKind, Report, Verdict};
 pub use volume::check_volume;
-
-/// Checks a network driver.
-pub async fn check_network(bench: &dyn NetworkBench, options: &Options) -> Report {
-    let _ = (bench, options);
-    tokio::task::yield_now().await;
-    Report { kind: DriverKind::Network, driver: String::new(), backend: None, cases: Vec::new() }
-}
 
 /// Checks an image driver.
 pub async fn check_image(bench: &dyn ImageBench, options: &Options) -> Report {
