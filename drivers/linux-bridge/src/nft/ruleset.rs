@@ -1,0 +1,238 @@
+//! The whole ruleset as wanted, from the records alone.
+//!
+//! Two tables of our own. `bridge`: per tap an anti-spoof chain (prerouting, before everything), an egress and an ingress
+//! chain, found through verdict maps; a tap that is in no map is dropped both ways. `inet`: what crosses the host.
+//!
+//! A chain's rules carry the chain's content hash, their place and their number in their comment, so that a listing shows
+//! a rule that was removed, added, moved or is of another version without comparing expressions (nft prints them in another
+//! form than it takes them).
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    sync::Arc,
+};
+
+use drivers_api::{NetworkId, NetworkType, PortId};
+use serde_json::{Value, json};
+
+use super::{base, detect::Mode, port};
+use crate::{
+    names::Names,
+    records::{NetworkRecord, PortRecord, Records},
+};
+
+/// The bit of the packet mark that says "belongs to a known connection" between `br_netfilter` and the bridge hooks.
+pub(super) const ESTABLISHED: u32 = 0x8000_0000;
+/// The bit that says "belongs to no possible connection".
+pub(super) const INVALID: u32 = 0x4000_0000;
+
+/// The verdict maps by tap: anti-spoof, egress, ingress.
+pub(super) const MAPS: [&str; 3] = ["spoof", "egress", "ingress"];
+
+/// Which of our two tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Family {
+    Bridge,
+    Inet,
+}
+
+impl Family {
+    pub(super) const ALL: [Self; 2] = [Self::Bridge, Self::Inet];
+
+    pub(super) const fn as_str(self) -> &'static str {
+        match self {
+            Self::Bridge => "bridge",
+            Self::Inet => "inet",
+        }
+    }
+}
+
+impl fmt::Display for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// To whom a chain belongs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Part {
+    /// All networks.
+    Base,
+    Port(PortId),
+}
+
+/// Where a base chain is hooked in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Hook {
+    pub(super) kind: String,
+    pub(super) hook: String,
+    pub(super) prio: i64,
+}
+
+/// One rule: a note for people, and its statements.
+#[derive(Clone, Debug)]
+pub(super) struct Rule {
+    pub(super) note: &'static str,
+    pub(super) expr: Vec<Value>,
+}
+
+/// A chain as wanted.
+#[derive(Debug)]
+pub(super) struct Chain {
+    pub(super) family: Family,
+    pub(super) name: String,
+    pub(super) hook: Option<Hook>,
+    pub(super) rules: Vec<Rule>,
+    pub(super) digest: String,
+    pub(super) part: Part,
+}
+
+impl Chain {
+    pub(super) fn new(
+        part: Part,
+        family: Family,
+        name: impl Into<String>,
+        rules: Vec<Rule>,
+    ) -> Self {
+        let digest = digest(&rules);
+        Self { family, name: name.into(), hook: None, rules, digest, part }
+    }
+
+    pub(super) fn hooked(mut self, kind: &str, hook: &str, prio: i64) -> Self {
+        self.hook = Some(Hook { kind: kind.to_owned(), hook: hook.to_owned(), prio });
+        self
+    }
+
+    /// The comment of the rule at this place.
+    pub(super) fn comment(&self, at: usize, note: &str) -> String {
+        format!("{note} {}.{at}/{}", self.digest, self.rules.len())
+    }
+}
+
+pub(super) fn rule(note: &'static str, expr: impl IntoIterator<Item = Value>) -> Rule {
+    Rule { note, expr: expr.into_iter().collect() }
+}
+
+/// FNV-1a, 64 bit, over the rules as they are sent: tells versions apart, and is no protection against forgery (who can
+/// write our rules is root).
+fn digest(rules: &[Rule]) -> String {
+    let text: Vec<Value> = rules.iter().map(|rule| json!([rule.note, rule.expr])).collect();
+    format!("{:016x}", crate::fnv1a(Value::Array(text).to_string().as_bytes()))
+}
+
+/// What a tap's element of a verdict map says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Element {
+    pub(super) chain: String,
+    pub(super) part: Part,
+}
+
+/// Everything that should be there.
+#[derive(Debug, Default)]
+pub(super) struct Wanted {
+    pub(super) families: BTreeSet<Family>,
+    pub(super) chains: BTreeMap<(Family, String), Arc<Chain>>,
+    /// Per verdict map its elements by tap.
+    pub(super) maps: BTreeMap<&'static str, BTreeMap<String, Element>>,
+}
+
+/// The chains of one port, kept from one build to the next while its records stay the same.
+#[derive(Debug)]
+struct Kept {
+    port: Arc<PortRecord>,
+    network: Arc<NetworkRecord>,
+    tap: String,
+    chains: Vec<Arc<Chain>>,
+}
+
+/// Builds rulesets.
+#[derive(Debug)]
+pub(super) struct Builder {
+    names: Names,
+    kept: BTreeMap<PortId, Kept>,
+}
+
+/// What of the records is not to have rules: it is being removed.
+#[derive(Debug, Default)]
+pub(super) struct Leaving {
+    pub(super) networks: BTreeSet<NetworkId>,
+    pub(super) ports: BTreeSet<PortId>,
+}
+
+impl Builder {
+    pub(super) const fn new(names: Names) -> Self {
+        Self { names, kept: BTreeMap::new() }
+    }
+
+    /// The ruleset of these records.
+    pub(super) fn build(&mut self, mode: Mode, records: &Records, leaving: &Leaving) -> Wanted {
+        let networks: Vec<&Arc<NetworkRecord>> = records
+            .good_networks()
+            .filter(|network| !leaving.networks.contains(&network.spec.uuid))
+            .collect();
+        let mut wanted = Wanted::default();
+        if networks.is_empty() {
+            self.kept.clear();
+            return wanted;
+        }
+        wanted.families.extend(Family::ALL);
+        for chain in base::chains(&self.names, mode, &networks) {
+            wanted.chains.insert((chain.family, chain.name.clone()), Arc::new(chain));
+        }
+        for map in MAPS {
+            wanted.maps.insert(map, BTreeMap::new());
+        }
+        self.kept.retain(|port, _| records.port(*port).is_some());
+        for port in records.good_ports().filter(|port| !leaving.ports.contains(&port.spec.uuid)) {
+            let network =
+                networks.iter().find(|network| network.spec.uuid == port.spec.network_uuid);
+            if let Some(network) = network {
+                self.add_port(&mut wanted, mode, port, network);
+            }
+        }
+        wanted
+    }
+
+    fn add_port(
+        &mut self,
+        wanted: &mut Wanted,
+        mode: Mode,
+        port: &Arc<PortRecord>,
+        network: &Arc<NetworkRecord>,
+    ) {
+        let id = port.spec.uuid;
+        let is_same = self.kept.get(&id).is_some_and(|kept| {
+            Arc::ptr_eq(&kept.port, port) && Arc::ptr_eq(&kept.network, network)
+        });
+        if !is_same {
+            // The prefix was checked when the driver was opened, so the name can be made.
+            let Ok(tap) = self.names.tap(id) else { return };
+            let tap = tap.as_str().to_owned();
+            let chains = port::chains(&tap, mode, &port.spec, &network.spec)
+                .into_iter()
+                .map(Arc::new)
+                .collect();
+            let kept = Kept { port: Arc::clone(port), network: Arc::clone(network), tap, chains };
+            self.kept.insert(id, kept);
+        }
+        let Some(kept) = self.kept.get(&id) else { return };
+        for chain in &kept.chains {
+            wanted.chains.insert((chain.family, chain.name.clone()), Arc::clone(chain));
+        }
+        for map in MAPS {
+            let element = Element { chain: port::chain_name(&kept.tap, map), part: Part::Port(id) };
+            wanted.maps.entry(map).or_default().insert(kept.tap.clone(), element);
+        }
+    }
+}
+
+/// The chain whose name is our mark on a table. A flush of the table's rules leaves it.
+pub(super) fn mark_chain(names: &Names) -> String {
+    format!("bcd-node.{}", names.node)
+}
+
+/// Whether the host itself is on the network's link: such networks have a bridge of ours.
+pub(crate) const fn has_own_bridge(network_type: NetworkType) -> bool {
+    matches!(network_type, NetworkType::Nat | NetworkType::Isolated)
+}
