@@ -21,6 +21,8 @@ mod bench;
 mod census;
 #[expect(clippy::let_underscore_must_use, reason = "cases look at the host, not at each answer")]
 mod hypervisor;
+#[expect(clippy::let_underscore_must_use, reason = "cases look at the host, not at each answer")]
+mod image;
 mod kit;
 #[expect(clippy::let_underscore_must_use, reason = "cases look at the host, not at each answer")]
 mod network;
@@ -36,17 +38,11 @@ pub use async_trait::async_trait;
 pub use bench::{AnyBench, HypervisorBench, ImageBench, NetworkBench, Plant, VolumeBench};
 pub use census::Census;
 pub use hypervisor::check_hypervisor;
+pub use image::check_image;
 pub use network::check_network;
 pub use options::Options;
 pub use report::{CaseReport, DriverKind, Report, Verdict};
 pub use volume::check_volume;
-
-/// Checks an image driver.
-pub async fn check_image(bench: &dyn ImageBench, options: &Options) -> Report {
-    let _ = (bench, options);
-    tokio::task::yield_now().await;
-    Report { kind: DriverKind::Image, driver: String::new(), backend: None, cases: Vec::new() }
-}
 
 /// Checks a driver of any kind.
 pub async fn check(bench: &AnyBench, options: &Options) -> Report {

@@ -1,7 +1,7 @@
 //! The reference drivers pass the kit.
 
 use conformance::{
-    Options, check_hypervisor, check_network, check_volume,
+    Options, check_hypervisor, check_image, check_network, check_volume,
     reference::{Host, ReferenceBench},
 };
 
@@ -11,6 +11,7 @@ async fn the_reference_drivers_pass_the_kit() {
     let bench = ReferenceBench::new(Host::new());
     let options = Options::default();
     check_hypervisor(&bench, &options).await.assert_complete();
+    check_image(&bench, &options).await.assert_complete();
     check_network(&bench, &options).await.assert_complete();
     check_volume(&bench, &options).await.assert_complete();
     let bare = bench.clone().without_whole_spec();
