@@ -1,5 +1,7 @@
 //! Who has a volume: exclusive and shared attachments, their users, and what runs with them.
 
+#![cfg(test)]
+
 mod common;
 
 use std::{

@@ -1,5 +1,7 @@
 //! Each fault point, as an error and as the death of the process: a repeat converges, and a removal leaves nothing.
 
+#![cfg(test)]
+
 mod common;
 
 use std::{collections::BTreeSet, fs, path::Path};
@@ -48,16 +50,19 @@ fn spec_of(story: &str, gib: u64, here: &Path, there: &Path) -> drivers_api::Vol
 }
 
 /// Made, attached to a VM of another user, grown, released, removed.
-async fn live(driver: &FileVolume, spec: impl Fn(u64) -> drivers_api::VolumeSpec) -> Result<()> {
+async fn live(
+    driver: &FileVolume,
+    spec: impl Fn(u64) -> drivers_api::VolumeSpec,
+) -> Result<Change> {
     let cx = Context::new();
     let mut request = attach(1, 1);
     request.owner_uid = Some(64_001);
-    drop(ensure(driver, &spec(1)).await?);
-    drop(driver.attach_volume(&cx, &request).await?);
-    drop(ensure(driver, &spec(600)).await?);
-    drop(driver.detach_volume(&cx, &detach(1, 1)).await?);
-    drop(driver.destroy_volume(&cx, id(1)).await?);
-    Ok(())
+    let made = ensure(driver, &spec(1)).await?;
+    let attached = driver.attach_volume(&cx, &request).await?.change;
+    let grown = ensure(driver, &spec(600)).await?;
+    let released = driver.detach_volume(&cx, &detach(1, 1)).await?;
+    let removed = driver.destroy_volume(&cx, id(1)).await?;
+    Ok(made.and(attached).and(grown).and(released).and(removed))
 }
 
 fn open(pool: &Path) -> FileVolume {
@@ -74,7 +79,10 @@ async fn child() -> bool {
     let spec = |gib| spec_of(name, gib, Path::new(here), Path::new(there));
     // An error of an armed point ends the story, as it ends a pass of the reconciler.
     let ended = live(&driver, spec).await;
-    assert!(ended.as_ref().err().is_none_or(|error| error.kind() == ErrorKind::Internal), "{ended:?}");
+    assert!(
+        ended.as_ref().err().is_none_or(|error| error.kind() == ErrorKind::Internal),
+        "{ended:?}"
+    );
     true
 }
 
@@ -87,11 +95,8 @@ async fn run(
     fault: &str,
 ) -> (Vec<String>, bool) {
     let trace = tempfile::NamedTempFile::new().unwrap();
-    let dirs = format!(
-        "{story}|{}|{}",
-        text_of(images.here.dir.path()),
-        text_of(images.there.dir.path())
-    );
+    let dirs =
+        format!("{story}|{}|{}", text_of(images.here.dir.path()), text_of(images.there.dir.path()));
     let output = Run::new(std::env::current_exe().unwrap())
         .args(["--exact", test, "--nocapture", "--test-threads=1"])
         .env(POOL, pool)
@@ -121,17 +126,21 @@ async fn converges(bench: &Bench, images: &Images, story: &str, what: &str, repe
     let driver = bench.driver();
     let cx = Context::new();
     let found = driver.list(&cx).await.unwrap();
-    assert!(found.iter().all(|status| status.uuid == id(1) && status.mark.node == node(1)), "{what}");
+    assert!(
+        found.iter().all(|status| status.uuid == id(1) && status.mark.node == node(1)),
+        "{what}"
+    );
     let got = driver.get(&cx, id(1)).await.unwrap();
     assert_eq!(got.as_ref(), found.first(), "{what}");
     if repeat {
-        live(&driver, |gib| {
+        let change = live(&driver, |gib| {
             // A volume that is at the grown size already is not asked to shrink.
             let least = got.as_ref().map_or(1, |status| status.size_bytes / GIB);
             images.spec(story, gib.max(least))
         })
         .await
         .unwrap_or_else(|error| panic!("{what}: {}", error.chain()));
+        assert!(change.wrote(), "{what}");
     } else {
         if got.is_some_and(|status| !status.attachments.is_empty()) {
             let released = driver.detach_volume(&cx, &detach(1, 1)).await.unwrap();
@@ -173,8 +182,7 @@ async fn a_process_killed_at_any_point_leaves_what_a_repeat_finishes_and_a_remov
 
 #[tokio::test]
 async fn an_error_at_any_point_leaves_what_a_repeat_finishes_and_a_removal_clears() {
-    const TEST: &str =
-        "an_error_at_any_point_leaves_what_a_repeat_finishes_and_a_removal_clears";
+    const TEST: &str = "an_error_at_any_point_leaves_what_a_repeat_finishes_and_a_removal_clears";
     if child().await {
         return;
     }
@@ -208,9 +216,12 @@ async fn a_volume_in_the_making_is_listed_as_incomplete() {
         return;
     }
     let images = Images::make().await;
-    for (point, recorded) in [("file.create.directory-made", false), ("file.create.disk-made", true)] {
+    for (point, recorded) in
+        [("file.create.directory-made", false), ("file.create.disk-made", true)]
+    {
         let bench = Bench::new();
-        let (_, died) = run(TEST, &bench.pool(), &images, "overlay", &format!("{point}=kill")).await;
+        let (_, died) =
+            run(TEST, &bench.pool(), &images, "overlay", &format!("{point}=kill")).await;
         assert!(died);
         let driver = bench.driver();
         let found = driver.list(&Context::new()).await.unwrap();
@@ -228,7 +239,7 @@ async fn remains_of_writes_and_removals_are_swept() {
     let bench = Bench::new();
     let driver = bench.driver();
     assert!(ensure(&driver, &spec(1, 1, DiskFormat::Raw)).await.unwrap().wrote());
-    let before = bench.census();
+    let before = bench.contents();
     fs::write(bench.volume_dir(id(1)).join(".tmp-1-0-volume.json"), "{").unwrap();
     assert_eq!(driver.list(&Context::new()).await.unwrap().len(), 1);
     let trash = bench.pool().join(format!(".del-{}", id(2)));
@@ -239,7 +250,7 @@ async fn remains_of_writes_and_removals_are_swept() {
     fs::write(bench.pool().join("bases/1-2-3.qcow2"), "no user").unwrap();
     fs::write(bench.pool().join("bases/1-2-4.qcow2.part"), "unfinished").unwrap();
     drop(bench.driver());
-    assert_eq!(bench.census(), before);
+    assert_eq!(bench.contents(), before);
 }
 
 /// The list of points is what the sources name.

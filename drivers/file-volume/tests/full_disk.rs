@@ -1,5 +1,7 @@
 //! Case RES-02: a full disk leaves what was there valid, and removal and release still work on it.
 
+#![cfg(test)]
+
 mod common;
 
 use std::{fs, io::Write, os::unix::fs::FileExt, path::Path};
@@ -9,9 +11,9 @@ use drivers_api::{Change, Context, DiskFormat, ErrorKind, Volume};
 
 /// A pool on a filesystem of `size` in memory; the mount goes away with the process's namespace.
 async fn small_pool(size: &str) -> Bench {
-    let root = tempfile::tempdir().unwrap().keep();
-    mount_tmpfs(&root, &format!("size={size},mode=0711")).await;
-    Bench::under(&root)
+    let root = Path::new("/tmp/small");
+    mount_tmpfs(root, &format!("size={size},mode=0711")).await;
+    Bench::under(root)
 }
 
 /// Leaves no byte free; answers how many bytes were taken.
@@ -45,7 +47,8 @@ async fn a_copy_that_does_not_fit_leaves_nothing() {
     // 128 MiB of data, so neither a copy nor a conversion fits.
     let raw = images.file("image.raw", &vec![7; 128 << 20]);
     let qcow2 = images.dir.path().join("image.qcow2");
-    tool("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", text_of(&raw), text_of(&qcow2)]).await;
+    tool("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", text_of(&raw), text_of(&qcow2)])
+        .await;
     for (image, of) in [(&raw, DiskFormat::Raw), (&qcow2, DiskFormat::Qcow2)] {
         for format in [DiskFormat::Raw, DiskFormat::Qcow2] {
             let error = ensure(&driver, &copy_of(1, 1, format, image, of)).await.unwrap_err();
@@ -63,7 +66,8 @@ async fn a_copy_that_does_not_fit_leaves_nothing() {
 
 #[tokio::test]
 async fn on_a_full_disk_a_growth_fails_whole_and_removal_and_release_work() {
-    if !inside_own_mounts("on_a_full_disk_a_growth_fails_whole_and_removal_and_release_work").await {
+    if !inside_own_mounts("on_a_full_disk_a_growth_fails_whole_and_removal_and_release_work").await
+    {
         return;
     }
     let bench = small_pool("8m").await;
@@ -76,9 +80,10 @@ async fn on_a_full_disk_a_growth_fails_whole_and_removal_and_release_work() {
         assert!(driver.attach_volume(&cx, &request).await.unwrap().change.wrote());
     }
     let disk = |n: u8, format: &str| bench.volume_dir(id(n)).join(format!("disk.{format}"));
-    tool("qemu-io", &["-f", "qcow2", "-c", "write -P 0x41 0 64k", text_of(&disk(2, "qcow2"))]).await;
+    tool("qemu-io", &["-f", "qcow2", "-c", "write -P 0x41 0 64k", text_of(&disk(2, "qcow2"))])
+        .await;
     assert!(fill(&bench) > 1 << 20, "the disk was not full before");
-    let before = bench.census();
+    let before = bench.contents();
     for (n, format) in [(1, DiskFormat::Raw), (2, DiskFormat::Qcow2)] {
         assert_exhausted(&ensure(&driver, &spec(n, 600, format)).await.unwrap_err());
         assert_eq!(virtual_size(&disk(n, format.as_str()), format.as_str()).await, GIB);
@@ -86,7 +91,7 @@ async fn on_a_full_disk_a_growth_fails_whole_and_removal_and_release_work() {
     }
     check_image(&disk(2, "qcow2")).await;
     assert_eq!(guest_reads(&disk(2, "qcow2"), "qcow2", 4).await, "AAAA");
-    assert_eq!(bench.census(), before, "no temporary file is left");
+    assert_eq!(bench.contents(), before, "no temporary file is left");
     let found = driver.list(&cx).await.unwrap();
     assert!(found.iter().all(|status| status.complete && status.size_bytes == GIB));
     for n in 1..=2 {

@@ -1,5 +1,7 @@
 //! Volumes from images, and images that are an attack.
 
+#![cfg(test)]
+
 mod common;
 
 use std::{fs, os::unix::fs::MetadataExt, path::Path};
@@ -18,9 +20,10 @@ async fn every_pair_of_formats_is_a_copy_that_outlives_its_image() {
     for of in [DiskFormat::Qcow2, DiskFormat::Raw] {
         for format in [DiskFormat::Qcow2, DiskFormat::Raw] {
             n += 1;
-            let image = match of {
-                DiskFormat::Qcow2 => bench.qcow2_image("image", 8, "the image").await,
-                _ => bench.file("image", b"the image"),
+            let image = if of == DiskFormat::Qcow2 {
+                bench.qcow2_image("image", 8, "the image").await
+            } else {
+                bench.file("image", b"the image")
             };
             let wanted = copy_of(n, 1, format, &image, of);
             assert_eq!(ensure(&driver, &wanted).await.unwrap(), Change::Created);

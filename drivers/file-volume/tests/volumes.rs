@@ -1,5 +1,7 @@
 //! The life of a volume: made, grown, listed, removed.
 
+#![cfg(test)]
+
 mod common;
 
 use std::fs;

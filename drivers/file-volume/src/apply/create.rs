@@ -2,6 +2,7 @@
 
 use std::{
     fs::{self, DirBuilder, File},
+    io::Write,
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
     sync::Arc,
@@ -15,7 +16,7 @@ use host::{
     run::Run,
 };
 use rustix::{
-    fs::{CWD, RenameFlags, renameat_with},
+    fs::{Advice, CWD, RenameFlags, fadvise, renameat_with},
     io::Errno,
 };
 
@@ -25,6 +26,7 @@ use crate::{
     image::{self, Below},
     layout::{SIDECAR, base_name, disk_name},
     locks::{Held, Key},
+    observe::open_part,
     pool::{Pool, off, with},
     sidecar::Sidecar,
     source::Source,
@@ -84,8 +86,7 @@ fn stage(
     fault::point("file.create.directory-made")?;
     let overlay = source.as_ref().filter(|_| spec.format == DiskFormat::Qcow2);
     let base = overlay.map(|source| source.format);
-    let sidecar = Sidecar::new(pool.node, spec.clone(), base);
-    files::write_new(&dir.join(SIDECAR), &sidecar.bytes()?)?;
+    record(dir, &Sidecar::new(pool.node, spec.clone(), base))?;
     fault::point("file.create.recorded")?;
     let size = spec.size_gib.bytes();
     match (spec.format, source) {
@@ -111,6 +112,19 @@ fn stage(
         _ => return Err(VolumeError::UnknownFormat),
     }
     Ok(Next::Publish)
+}
+
+/// Writes the record, which is synced when the volume is published.
+fn record(dir: &Path, sidecar: &Sidecar) -> Result<(), VolumeError> {
+    let path = dir.join(SIDECAR);
+    let mut file = files::create_new(&path)?;
+    file.write_all(&sidecar.bytes()?).map_err(FileError::of("write", &path))?;
+    // A hint: the bytes start on their way to the disk now, so that the journal's commit for the disk's
+    // file has them too, and the record's own sync finds nothing left to do. One commit is most of what a creation costs.
+    if let Err(error) = fadvise(&file, 0, None, Advice::DontNeed) {
+        tracing::trace!(%error, "the filesystem takes no hints");
+    }
+    Ok(())
 }
 
 /// Makes the disk's file of a raw volume: a hole of `size` bytes.
@@ -180,13 +194,15 @@ async fn complete(pool: &Arc<Pool>, cx: &Context, making: Making) -> Result<Chan
 
 fn publish(pool: &Pool, held: &Held, spec: &VolumeSpec, dir: &Path) -> Result<Change, VolumeError> {
     let disk = dir.join(disk_name(spec.format)?);
-    let file = crate::observe::open_part(&disk, true)?;
+    let file = open_part(&disk, true)?;
     let fail = || FileError::of("sync", &disk);
     if spec.format == DiskFormat::Raw {
         // A converted image may be smaller than the volume.
         file.set_len(spec.size_gib.bytes()).map_err(fail())?;
     }
     file.sync_all().map_err(fail())?;
+    let record = open_part(&dir.join(SIDECAR), false)?;
+    record.sync_all().map_err(FileError::of("sync", dir))?;
     files::sync_parent(&disk)?;
     fault::point("file.create.disk-made")?;
     held.check()?;

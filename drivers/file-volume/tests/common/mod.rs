@@ -1,7 +1,6 @@
 //! What the tests of this driver share: a pool in a directory of its own, and tools to look at what is in it.
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
-#![expect(clippy::allow_attributes, reason = "an expectation would not hold in every test binary")]
 
 use std::{
     fs,
@@ -17,12 +16,12 @@ use drivers_api::{
 use host::run::Run;
 
 /// One GiB in bytes.
-pub const GIB: u64 = 1 << 30;
+pub(crate) const GIB: u64 = 1 << 30;
 
 /// A pool and a directory for images beside it, removed at the end.
-pub struct Bench {
+pub(crate) struct Bench {
     /// The directory of both.
-    pub dir: tempfile::TempDir,
+    pub(crate) dir: tempfile::TempDir,
 }
 
 impl Default for Bench {
@@ -32,35 +31,35 @@ impl Default for Bench {
 }
 
 impl Bench {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self::under(&std::env::temp_dir())
     }
 
-    pub fn under(parent: &Path) -> Self {
+    pub(crate) fn under(parent: &Path) -> Self {
         let dir = tempfile::tempdir_in(parent).unwrap();
         // Passable for VMMs of other users, as the parents of a pool must be.
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o711)).unwrap();
         Self { dir }
     }
 
-    pub fn pool(&self) -> PathBuf {
+    pub(crate) fn pool(&self) -> PathBuf {
         self.dir.path().join("pool")
     }
 
-    pub fn driver(&self) -> FileVolume {
+    pub(crate) fn driver(&self) -> FileVolume {
         FileVolume::open(self.config()).unwrap()
     }
 
-    pub fn config(&self) -> FileVolumeConfig {
+    pub(crate) fn config(&self) -> FileVolumeConfig {
         FileVolumeConfig::new(node(1), "host-1", self.pool())
     }
 
-    pub fn volume_dir(&self, id: VolumeId) -> PathBuf {
+    pub(crate) fn volume_dir(&self, id: VolumeId) -> PathBuf {
         self.pool().join(id.to_string())
     }
 
     /// A file outside the pool.
-    pub fn file(&self, name: &str, bytes: &[u8]) -> PathBuf {
+    pub(crate) fn file(&self, name: &str, bytes: &[u8]) -> PathBuf {
         let path = self.dir.path().join(name);
         fs::write(&path, bytes).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
@@ -68,7 +67,7 @@ impl Bench {
     }
 
     /// A qcow2 image that `qemu-img` makes, with `text` at its start.
-    pub async fn qcow2_image(&self, name: &str, megabytes: u64, text: &str) -> PathBuf {
+    pub(crate) async fn qcow2_image(&self, name: &str, megabytes: u64, text: &str) -> PathBuf {
         let raw = self.file(&format!("{name}.raw"), text.as_bytes());
         fs::OpenOptions::new().write(true).open(&raw).unwrap().set_len(megabytes << 20).unwrap();
         let path = self.dir.path().join(name);
@@ -79,8 +78,14 @@ impl Bench {
         path
     }
 
+    /// What is in the pool: names, modes, owners and sizes, without the times of writes.
+    pub(crate) fn contents(&self) -> Vec<String> {
+        let timeless = |line: &String| line.rsplit_once(' ').unwrap().0.to_owned();
+        self.census().iter().map(timeless).collect()
+    }
+
     /// All that is in the pool, with what a driver could have changed of it; access times apart.
-    pub fn census(&self) -> Vec<String> {
+    pub(crate) fn census(&self) -> Vec<String> {
         let mut lines = Vec::new();
         walk(&self.pool(), &mut lines);
         // The lock file is made once and stays.
@@ -114,22 +119,22 @@ fn walk(dir: &Path, lines: &mut Vec<String>) {
 }
 
 /// A node's id.
-pub fn node(n: u8) -> HostId {
+pub(crate) fn node(n: u8) -> HostId {
     format!("0d9e8f7a-6b5c-4d3e-8f2a-1b0c9d8e7f{n:02x}").parse().unwrap()
 }
 
 /// A VM's id.
-pub fn vm(n: u8) -> VmId {
+pub(crate) fn vm(n: u8) -> VmId {
     format!("aa9e8f7a-6b5c-4d3e-8f2a-1b0c9d8e7f{n:02x}").parse().unwrap()
 }
 
 /// A volume's id.
-pub fn id(n: u8) -> VolumeId {
+pub(crate) fn id(n: u8) -> VolumeId {
     format!("3f2b8c1e-9a4d-4e6f-8b7a-1c2d3e4f5a{n:02x}").parse().unwrap()
 }
 
 /// A volume without a source.
-pub fn spec(n: u8, gib: u64, format: DiskFormat) -> VolumeSpec {
+pub(crate) fn spec(n: u8, gib: u64, format: DiskFormat) -> VolumeSpec {
     VolumeSpec::new(
         id(n),
         format!("volume-{n}").parse().unwrap(),
@@ -139,7 +144,13 @@ pub fn spec(n: u8, gib: u64, format: DiskFormat) -> VolumeSpec {
 }
 
 /// A copy of an image.
-pub fn copy_of(n: u8, gib: u64, format: DiskFormat, image: &Path, of: DiskFormat) -> VolumeSpec {
+pub(crate) fn copy_of(
+    n: u8,
+    gib: u64,
+    format: DiskFormat,
+    image: &Path,
+    of: DiskFormat,
+) -> VolumeSpec {
     let mut spec = spec(n, gib, format);
     spec.source = Some(VolumeSource::new(
         "localhost/images/test:1".parse().unwrap(),
@@ -150,45 +161,45 @@ pub fn copy_of(n: u8, gib: u64, format: DiskFormat, image: &Path, of: DiskFormat
 }
 
 /// A request for writing.
-pub fn attach(n: u8, vm_number: u8) -> AttachRequest {
+pub(crate) fn attach(n: u8, vm_number: u8) -> AttachRequest {
     AttachRequest::new(id(n), node(1), vm(vm_number), vec![BackingKind::File])
 }
 
 /// The end of it.
-pub fn detach(n: u8, vm_number: u8) -> DetachRequest {
+pub(crate) fn detach(n: u8, vm_number: u8) -> DetachRequest {
     DetachRequest::new(id(n), node(1), vm(vm_number))
 }
 
 /// Makes or grows a volume.
-pub async fn ensure(driver: &FileVolume, spec: &VolumeSpec) -> drivers_api::Result<Change> {
+pub(crate) async fn ensure(driver: &FileVolume, spec: &VolumeSpec) -> drivers_api::Result<Change> {
     driver.ensure_volume(&Context::new(), spec).await
 }
 
 /// Removes a volume.
-pub async fn destroy(driver: &FileVolume, n: u8) -> drivers_api::Result<Change> {
+pub(crate) async fn destroy(driver: &FileVolume, n: u8) -> drivers_api::Result<Change> {
     driver.destroy_volume(&Context::new(), id(n)).await
 }
 
 /// A path as text.
-pub fn text_of(path: &Path) -> &str {
+pub(crate) fn text_of(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
 /// Runs a tool that must succeed, and answers what it printed.
-pub async fn tool(program: &str, args: &[&str]) -> String {
+pub(crate) async fn tool(program: &str, args: &[&str]) -> String {
     let output = Run::new(program).args(args).success(&Context::new()).await;
     String::from_utf8(output.unwrap_or_else(|error| panic!("{program} {args:?}: {error}")).stdout)
         .unwrap()
 }
 
 /// Has QEMU's own checker look at an image.
-pub async fn check_image(path: &Path) {
+pub(crate) async fn check_image(path: &Path) {
     let text = tool("qemu-img", &["check", "-f", "qcow2", text_of(path)]).await;
     assert!(text.contains("No errors were found"), "{text}");
 }
 
 /// The size that QEMU sees.
-pub async fn virtual_size(path: &Path, format: &str) -> u64 {
+pub(crate) async fn virtual_size(path: &Path, format: &str) -> u64 {
     let text =
         tool("qemu-img", &["info", "-U", "-f", format, "--output=json", text_of(path)]).await;
     let info: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -196,7 +207,7 @@ pub async fn virtual_size(path: &Path, format: &str) -> u64 {
 }
 
 /// The first bytes that a guest would read.
-pub async fn guest_reads(path: &Path, format: &str, length: usize) -> String {
+pub(crate) async fn guest_reads(path: &Path, format: &str, length: usize) -> String {
     let out = tempfile::NamedTempFile::new().unwrap();
     let count = format!("count={length}");
     let (from, to) = (format!("if={}", text_of(path)), format!("of={}", text_of(out.path())));
@@ -205,11 +216,12 @@ pub async fn guest_reads(path: &Path, format: &str, length: usize) -> String {
     String::from_utf8_lossy(&bytes[..length]).into_owned()
 }
 
-/// Whether this process has mounts of its own. If not, the test of this name is run in one that has, and must pass there:
+/// Whether this process has mounts of its own, with an empty `/tmp`. If not, the test of this name is run in one that has, and must pass there:
 /// the caller then returns. Needs root.
-pub async fn inside_own_mounts(test: &str) -> bool {
+pub(crate) async fn inside_own_mounts(test: &str) -> bool {
     const INSIDE: &str = "BCD_TEST_INSIDE";
     if std::env::var_os(INSIDE).is_some() {
+        mount_tmpfs(Path::new("/tmp"), "size=2g,mode=1777").await;
         return true;
     }
     let program = std::env::current_exe().unwrap();
@@ -224,7 +236,7 @@ pub async fn inside_own_mounts(test: &str) -> bool {
 }
 
 /// Mounts a filesystem in memory; it goes away with the mount namespace.
-pub async fn mount_tmpfs(at: &Path, options: &str) {
+pub(crate) async fn mount_tmpfs(at: &Path, options: &str) {
     fs::create_dir_all(at).unwrap();
     tool("mount", &["-t", "tmpfs", "-o", options, "tmpfs", text_of(at)]).await;
 }
