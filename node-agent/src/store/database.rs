@@ -273,6 +273,10 @@ fn copy_aside(path: &Path, connection: &Connection, schema: i64) -> Result<PathB
 }
 
 /// Whether the content of the file is at fault, rather than the host.
+#[expect(
+    clippy::wildcard_enum_match_arm,
+    reason = "a foreign enumeration: what is not known to be the content's fault is the host's"
+)]
 fn is_damage(error: &rusqlite::Error) -> bool {
     match error {
         rusqlite::Error::SqliteFailure(failure, _) => {
@@ -286,7 +290,6 @@ fn is_damage(error: &rusqlite::Error) -> bool {
         | rusqlite::Error::InvalidColumnType(..)
         | rusqlite::Error::FromSqlConversionFailure(..)
         | rusqlite::Error::Utf8Error(..) => true,
-        // A foreign enumeration with features: what is not known to be the content's fault is the host's.
         _ => false,
     }
 }

@@ -1,0 +1,337 @@
+//! What the host and the agent need: there, missing, and what to do.
+
+use std::{
+    fs::OpenOptions,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use drivers_api::Context;
+use host::run::{FIXED_PATH, Run};
+
+use crate::{
+    config::{Accel, Config},
+    inventory,
+    node::Node,
+};
+
+/// How a need is met.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It is.
+    Ok,
+    /// The agent works without it, with less.
+    Warning,
+    /// Something cannot work.
+    Missing,
+}
+
+impl Verdict {
+    /// The word on the wire and for people.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warning => "warning",
+            Self::Missing => "missing",
+        }
+    }
+}
+
+/// One need.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Check {
+    /// What is needed.
+    pub name: String,
+    /// How it is met.
+    pub verdict: Verdict,
+    /// What was found.
+    pub found: String,
+    /// What to do, unless it is met.
+    pub remedy: String,
+}
+
+impl Check {
+    fn new(
+        name: &str,
+        verdict: Verdict,
+        found: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Self {
+        let remedy = if verdict == Verdict::Ok { String::new() } else { remedy.into() };
+        Self { name: name.to_owned(), verdict, found: found.into(), remedy }
+    }
+}
+
+/// What can be seen without an agent.
+pub async fn of_config(config: &Config) -> Vec<Check> {
+    let mut checks = vec![root(), machine_id(config)];
+    checks.push(
+        program("qemu", &config.qemu.binary, "--version", "apt-get install qemu-system-x86").await,
+    );
+    checks.push(
+        program("qemu-img", Path::new("qemu-img"), "--version", "apt-get install qemu-utils").await,
+    );
+    checks.push(kvm(config));
+    checks.push(ovmf(config));
+    checks.push(
+        program("dnsmasq", &config.network.dnsmasq, "--version", "apt-get install dnsmasq-base")
+            .await,
+    );
+    checks.push(program("nft", &config.network.nft, "--version", "apt-get install nftables").await);
+    checks.push(nftables(config).await);
+    checks.push(device("tun", "/dev/net/tun", Verdict::Missing, "modprobe tun"));
+    checks.push(forwarding());
+    checks.push(cgroup());
+    checks.push(space("space for state", &config.state_dir));
+    checks.push(space("space for volumes", &config.volumes_dir()));
+    checks.push(space("space for images", &config.images_dir()));
+    checks.push(socket_paths(config));
+    checks
+}
+
+/// What an agent sees: the host, its store and its drivers.
+pub async fn of_node(node: &Node) -> Vec<Check> {
+    let mut checks = of_config(node.config()).await;
+    let store = node.trouble().map_or_else(
+        || {
+            let found = node.store().dir().display().to_string();
+            Check::new("store", Verdict::Ok, found, "")
+        },
+        |trouble| {
+            let remedy = "see \"The state directory\" in docs/config.md";
+            Check::new("store", Verdict::Missing, trouble.to_string(), remedy)
+        },
+    );
+    checks.push(store);
+    if node.trouble().is_none() {
+        checks.push(match node.unclaimed().await {
+            Ok(found) if found.is_empty() => Check::new("claims", Verdict::Ok, "all that is on the host is wanted", ""),
+            Ok(found) => {
+                let names: Vec<_> = found
+                    .iter()
+                    .take(10)
+                    .map(|one| format!("{:?} {}", one.object, one.name.as_deref().unwrap_or("?")))
+                    .collect();
+                let text = format!("{} objects on the host are claimed by nobody: {}", found.len(), names.join(", "));
+                let remedy = "apply their manifests: what has the same name is adopted. Nothing of it is removed meanwhile";
+                Check::new("claims", Verdict::Warning, text, remedy)
+            }
+            Err(faults) => Check::new("claims", Verdict::Warning, faults.to_string(), "see the driver's line"),
+        });
+    }
+    for driver in inventory::drivers(node.drivers()).await {
+        let name = format!("driver {}", driver.id);
+        checks.push(match driver.error {
+            None => {
+                let found =
+                    if driver.backend.is_empty() { "answers".to_owned() } else { driver.backend };
+                Check::new(&name, Verdict::Ok, found, "")
+            }
+            Some(error) => Check::new(
+                &name,
+                Verdict::Missing,
+                error,
+                "mend the cause; the agent tries again by itself",
+            ),
+        });
+    }
+    checks
+}
+
+fn root() -> Check {
+    let uid = rustix::process::geteuid().as_raw();
+    let verdict = if uid == 0 { Verdict::Ok } else { Verdict::Missing };
+    Check::new(
+        "root",
+        verdict,
+        format!("uid {uid}"),
+        "run the agent as root: it makes links, rules and VMs",
+    )
+}
+
+fn machine_id(config: &Config) -> Check {
+    if let Some(id) = config.node_id {
+        return Check::new("node id", Verdict::Ok, format!("{id}, from the configuration"), "");
+    }
+    match crate::node_id::of_this_machine() {
+        Ok(id) => Check::new("node id", Verdict::Ok, id.to_string(), ""),
+        Err(error) => {
+            let remedy = "set node_id in the configuration, or run systemd-machine-id-setup";
+            Check::new("node id", Verdict::Missing, error.to_string(), remedy)
+        }
+    }
+}
+
+/// A program and the first line that it says of its version.
+async fn program(name: &str, binary: &Path, flag: &str, install: &str) -> Check {
+    let Some(path) = find(binary) else {
+        let found = format!("{} is not in {FIXED_PATH}", binary.display());
+        return Check::new(name, Verdict::Missing, found, install);
+    };
+    let run = Run::new(&path).arg(flag).limit(Duration::from_secs(5));
+    match run.success(&Context::new()).await {
+        Ok(output) => {
+            let text = String::from_utf8_lossy(&output.stdout);
+            let line = crate::logging::for_terminal(text.lines().next().unwrap_or_default());
+            Check::new(name, Verdict::Ok, format!("{}: {line}", path.display()), "")
+        }
+        Err(error) => Check::new(name, Verdict::Missing, error.to_string(), install),
+    }
+}
+
+fn find(binary: &Path) -> Option<PathBuf> {
+    if binary.is_absolute() {
+        return binary.exists().then(|| binary.to_owned());
+    }
+    FIXED_PATH.split(':').map(|dir| Path::new(dir).join(binary)).find(|path| path.exists())
+}
+
+fn device(name: &str, path: &str, lack: Verdict, remedy: &str) -> Check {
+    match OpenOptions::new().read(true).write(true).open(path) {
+        Ok(_) => Check::new(name, Verdict::Ok, format!("{path} opens"), ""),
+        Err(error) => Check::new(name, lack, format!("{path}: {error}"), remedy),
+    }
+}
+
+fn kvm(config: &Config) -> Check {
+    let lack = match (config.qemu.accel, config.qemu.allow_tcg) {
+        (Accel::Tcg, _) => {
+            return Check::new("kvm", Verdict::Ok, "not used: qemu.accel is \"tcg\"", "");
+        }
+        (Accel::Auto, true) => Verdict::Warning,
+        (Accel::Auto, false) | (Accel::Kvm, _) => Verdict::Missing,
+    };
+    let remedy = "enable virtualisation in the firmware, or nested virtualisation on the outer host, and modprobe kvm; \
+                  without it guests are emulated where qemu.allow_tcg permits, many times slower";
+    device("kvm", "/dev/kvm", lack, remedy)
+}
+
+/// Where distributions keep UEFI firmware.
+const OVMF: [&str; 4] = [
+    "/usr/share/OVMF/OVMF_CODE_4M.fd",
+    "/usr/share/OVMF/OVMF_CODE.fd",
+    "/usr/share/edk2/ovmf/OVMF_CODE.fd",
+    "/usr/share/edk2/x64/OVMF_CODE.4m.fd",
+];
+
+fn ovmf(config: &Config) -> Check {
+    let configured = &config.qemu.ovmf_code;
+    let found = if configured.as_os_str().is_empty() {
+        OVMF.iter().map(PathBuf::from).find(|path| path.exists())
+    } else {
+        Some(configured.clone()).filter(|path| path.exists())
+    };
+    match found {
+        Some(path) => Check::new("uefi firmware", Verdict::Ok, path.display().to_string(), ""),
+        None => Check::new(
+            "uefi firmware",
+            Verdict::Warning,
+            "not found: instances with boot kind uki or firmware cannot start",
+            "apt-get install ovmf",
+        ),
+    }
+}
+
+async fn nftables(config: &Config) -> Check {
+    let Some(path) = find(&config.network.nft) else {
+        return Check::new(
+            "nftables",
+            Verdict::Missing,
+            "nft is not there",
+            "apt-get install nftables",
+        );
+    };
+    let run = Run::new(path).args(["list", "tables"]).limit(Duration::from_secs(5));
+    match run.success(&Context::new()).await {
+        Ok(output) => {
+            let text = String::from_utf8_lossy(&output.stdout);
+            let found = format!("the kernel answers; {} tables", text.lines().count());
+            Check::new("nftables", Verdict::Ok, found, "")
+        }
+        Err(error) => Check::new(
+            "nftables",
+            Verdict::Missing,
+            error.to_string(),
+            "run as root on a kernel with nf_tables",
+        ),
+    }
+}
+
+fn forwarding() -> Check {
+    let read = std::fs::read_to_string("/proc/sys/net/ipv4/ip_forward");
+    let on = read.as_deref().is_ok_and(|text| text.trim() == "1");
+    let (verdict, found) =
+        if on { (Verdict::Ok, "on") } else { (Verdict::Warning, "net.ipv4.ip_forward is off") };
+    let remedy = "guests of nat networks reach the outside only with it; the agent turns it on for the links of its networks \
+                  where it can";
+    Check::new("forwarding", verdict, found, remedy)
+}
+
+fn cgroup() -> Check {
+    let v2 = Path::new("/sys/fs/cgroup/cgroup.controllers").exists();
+    let systemd = Path::new("/run/systemd/system").exists();
+    match (v2, systemd) {
+        (true, true) => Check::new("service manager", Verdict::Ok, "systemd, cgroup v2", ""),
+        (_, false) => Check::new(
+            "service manager",
+            Verdict::Warning,
+            "no systemd: VMs outlive the agent as sessions of their own, without a cgroup each",
+            "nothing, unless you want limits per VM",
+        ),
+        (false, true) => Check::new(
+            "service manager",
+            Verdict::Warning,
+            "systemd with cgroup v1",
+            "boot with systemd.unified_cgroup_hierarchy=1",
+        ),
+    }
+}
+
+fn space(name: &str, dir: &Path) -> Check {
+    let there = dir.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    match rustix::fs::statvfs(there) {
+        Ok(fs) => {
+            let free = fs.f_bavail.saturating_mul(fs.f_frsize) >> 20;
+            let verdict = if free >= 1024 { Verdict::Ok } else { Verdict::Warning };
+            let found = format!("{free} MiB are free at {}", there.display());
+            Check::new(name, verdict, found, "make space, or use another directory")
+        }
+        Err(error) => {
+            let found = format!("{}: {error}", there.display());
+            Check::new(name, Verdict::Missing, found, "make the directory reachable")
+        }
+    }
+}
+
+/// A VM's directory has its UUID as name, and a socket in it a name of up to 16 bytes.
+const BELOW_RUN_DIR: usize = "/qemu/".len() + 36 + 1 + 16;
+
+fn socket_paths(config: &Config) -> Check {
+    let longest = config.run_dir.as_os_str().len() + BELOW_RUN_DIR;
+    let verdict = if longest <= 107 { Verdict::Ok } else { Verdict::Missing };
+    let found = format!("the longest socket path has {longest} of 107 bytes");
+    Check::new("socket paths", verdict, found, "choose a shorter run_dir")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn every_need_that_is_not_met_says_what_to_do() {
+        let mut config = Config::default();
+        config.qemu.binary = "/nonexistent/qemu".into();
+        config.run_dir = format!("/{}", "x".repeat(80)).into();
+        config.volumes.dir = "/nonexistent/volumes".into();
+        let checks = of_config(&config).await;
+        for check in &checks {
+            assert_eq!(check.verdict == Verdict::Ok, check.remedy.is_empty(), "{check:?}");
+            assert!(!check.found.is_empty(), "{check:?}");
+        }
+        let verdict = |name: &str| checks.iter().find(|check| check.name == name).unwrap().verdict;
+        assert_eq!(verdict("qemu"), Verdict::Missing);
+        assert_eq!(verdict("socket paths"), Verdict::Missing);
+        assert_eq!(verdict("nft"), Verdict::Ok, "nftables belongs to the test machine");
+    }
+}
