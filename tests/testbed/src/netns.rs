@@ -460,8 +460,11 @@ mod enter {
     /// Mounts a `/sys` that shows the thread's own links.
     fn own_sys() -> io::Result<()> {
         mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::DOWNSTREAM)?;
-        mount("sysfs", "/sys", "sysfs", MountFlags::empty(), None)?;
-        Ok(())
+        match mount("sysfs", "/sys", "sysfs", MountFlags::empty(), None) {
+            // EBUSY: the one that is there shows this namespace already.
+            Ok(()) | Err(rustix::io::Errno::BUSY) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Moves a link from one namespace to another.
