@@ -165,7 +165,8 @@ enum Verdict {
 /// The thread that hashes and writes.
 struct Writer {
     steps: mpsc::Sender<Step>,
-    thread: tokio::task::JoinHandle<Result<Verdict>>,
+    /// Gone once its answer was taken.
+    thread: Option<tokio::task::JoinHandle<Result<Verdict>>>,
 }
 
 impl Writer {
@@ -181,7 +182,7 @@ impl Writer {
             limit: wanted.size.unwrap_or(wanted.limit),
         };
         let thread = tokio::task::spawn_blocking(move || sink.run(lock, ready, queue));
-        let mut writer = Self { steps, thread };
+        let mut writer = Self { steps, thread: Some(thread) };
         match begun.await {
             Ok(have) => Ok((writer, have)),
             // The thread ended before it was ready: its error says why.
@@ -198,32 +199,38 @@ impl Writer {
 
     async fn finish(mut self) -> Result<Verdict> {
         self.send(Step::Finish).await?;
-        join(&mut self.thread).await
+        self.join().await
     }
 
     /// Ends the thread with a last step, and waits for it, so that nothing is written any more when the caller looks.
-    async fn end(self, last: Option<Step>, error: ImageError) -> ImageError {
-        let Self { steps, mut thread } = self;
+    async fn end(mut self, last: Option<Step>, error: ImageError) -> ImageError {
         if let Some(step) = last {
-            // A thread that has ended has its own reason, which `error` is then.
-            drop(steps.send(step).await);
+            // A thread that has ended has given its reason already: it is `error`.
+            drop(self.steps.send(step).await);
         }
-        drop(steps);
-        match join(&mut thread).await {
+        // Without a sender the thread ends.
+        self.steps = mpsc::channel(1).0;
+        match self.join().await {
             Ok(_) | Err(_) => error,
         }
     }
 
+    /// Why the thread ended early.
     async fn error(&mut self) -> ImageError {
-        match join(&mut self.thread).await {
+        match self.join().await {
             Err(error) | Ok(Verdict::Wrong(error, _)) => error,
             Ok(Verdict::Good(_)) => ImageError::Internal("a writer ended early".to_owned()),
         }
     }
-}
 
-async fn join(thread: &mut tokio::task::JoinHandle<Result<Verdict>>) -> Result<Verdict> {
-    thread.await.unwrap_or_else(|_| Err(ImageError::Internal("a writer panicked".to_owned())))
+    async fn join(&mut self) -> Result<Verdict> {
+        match self.thread.take() {
+            Some(thread) => thread
+                .await
+                .unwrap_or_else(|_| Err(ImageError::Internal("a writer panicked".to_owned()))),
+            None => Err(ImageError::Abandoned),
+        }
+    }
 }
 
 struct Sink {

@@ -298,6 +298,7 @@ fn open_under(roots: &[HostPath], path: &HostPath) -> Result<File> {
         .iter()
         .find_map(|root| Some((root, path.as_path().strip_prefix(root.as_path()).ok()?)))
         .ok_or_else(denied)?;
+    let below = if below.as_os_str().is_empty() { std::path::Path::new(".") } else { below };
     let fail = |error: rustix::io::Errno| match error {
         rustix::io::Errno::NOENT => ImageError::not_found(path.to_string(), "no such file"),
         rustix::io::Errno::XDEV | rustix::io::Errno::LOOP => denied(),
