@@ -1,2 +1,7 @@
-//! The binary.
-fn main() {}
+//! The binary: see `bcd-node --help`.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    node_agent::cli::main()
+}
