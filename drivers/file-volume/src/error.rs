@@ -116,6 +116,12 @@ pub enum VolumeError {
         "the filesystem of the pool has no access control lists, so several users cannot read one volume"
     )]
     NoAcl,
+    /// The directory is in use for something else.
+    #[error("{} is no volume pool: it holds other files and no pool.json", path.display())]
+    NoPool {
+        /// The directory.
+        path: PathBuf,
+    },
     /// The pool's directory is another one than at the start.
     #[error("{} is another directory than when the driver started", path.display())]
     PoolReplaced {
@@ -199,6 +205,7 @@ impl VolumeError {
             | Self::Unreadable { .. }
             | Self::Lost { .. }
             | Self::Stranger { .. }
+            | Self::NoPool { .. }
             | Self::Attached { .. }
             | Self::InUse { .. } => ErrorKind::Conflict,
             Self::NoSource { .. } | Self::Absent => ErrorKind::NotFound,
@@ -230,13 +237,12 @@ impl VolumeError {
             }
             Self::Source { .. } => Some("use an image that is one clean, self-contained file"),
             Self::NoSource { .. } => Some("pull the image first"),
+            Self::NoPool { .. } => Some("configure an empty directory"),
             Self::Foreign { .. } | Self::Stranger { .. } => Some("move it out of the pool"),
             Self::OtherNode { .. } => {
                 Some("give each node a pool of its own, or move the volume away")
             }
-            Self::Unreadable { .. } => {
-                Some("restore the file from a backup, or remove the volume's directory by hand")
-            }
+            Self::Unreadable { .. } => Some("restore it from a backup, or move it out of the pool"),
             Self::PoolReplaced { .. } => {
                 Some("mount the pool's filesystem again, or restart the agent on the new one")
             }

@@ -109,6 +109,12 @@ pub(crate) fn pool_entry(name: &OsStr) -> PoolEntry {
     own_spelling(name).map_or(PoolEntry::Other, PoolEntry::Volume)
 }
 
+/// Whether a name that is no volume's may be in a pool's directory: what we make beside volumes, and what a filesystem has
+/// in its root.
+pub(crate) fn is_own_name(name: &OsStr) -> bool {
+    [BASES, LOCK, MARKER, "lost+found"].iter().any(|own| name == *own)
+}
+
 fn own_spelling(text: &str) -> Option<VolumeId> {
     text.parse().ok().filter(|id: &VolumeId| id.to_string() == text)
 }

@@ -1,6 +1,8 @@
 //! A pool: a directory of volumes that belongs to one node.
 
 use std::{
+    error::Error as _,
+    ffi::OsString,
     fs::{self, DirBuilder},
     io,
     os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt},
@@ -15,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     bases,
     error::VolumeError,
-    layout::{Layout, PoolEntry, pool_entry},
+    layout::{self, Layout, PoolEntry, pool_entry},
     locks::{Key, Locks},
     observe::{self, Observed},
 };
@@ -54,11 +56,15 @@ impl Pool {
             return Err(VolumeError::Path { path: dir });
         }
         let layout = Layout::new(dir);
+        check_empty(&layout)?;
         let locks = Locks::new(layout.pool(), layout.lock_file())?;
         let held = locks.hold_ungated(Key::POOL)?;
         claim(&layout, node)?;
         let pool = Self { layout, node, locks, qemu_img };
-        pool.sweep()?;
+        // What cannot be removed now must not keep the other volumes from being served.
+        if let Err(error) = pool.sweep() {
+            tracing::warn!(error = %error, cause = ?error.source(), "remains of earlier work stay in the pool");
+        }
         drop(held);
         Ok(pool)
     }
@@ -66,7 +72,7 @@ impl Pool {
     /// Removes the remains of removals, unused copies and temporary files. Volumes in the making are left: they are shown
     /// by `list` until their creation is repeated or they are destroyed.
     fn sweep(&self) -> Result<(), VolumeError> {
-        for (name, entry) in self.entries()? {
+        for (name, entry) in entries(self.layout.pool())? {
             match entry {
                 // Only the marker is written here, under the lock that is held now.
                 PoolEntry::Temporary => drop(files::remove_file(&self.layout.pool().join(name))?),
@@ -86,23 +92,11 @@ impl Pool {
         bases::collect(self)
     }
 
-    fn entries(&self) -> Result<Vec<(std::ffi::OsString, PoolEntry)>, VolumeError> {
-        let pool = self.layout.pool();
-        let fail = || FileError::of("read directory", pool);
-        let mut entries = Vec::new();
-        for entry in fs::read_dir(pool).map_err(fail())? {
-            let name = entry.map_err(fail())?.file_name();
-            let sorted = pool_entry(&name);
-            entries.push((name, sorted));
-        }
-        Ok(entries)
-    }
-
     /// All volumes with an agent's mark, and those in the making.
     pub(crate) fn list(&self) -> Result<Vec<VolumeStatus>, VolumeError> {
         self.locks.check_pool()?;
         let mut found = Vec::new();
-        for (_, entry) in self.entries()? {
+        for (_, entry) in entries(self.layout.pool())? {
             match entry {
                 PoolEntry::Volume(id) => match observe::live(&self.layout.volume(id), id) {
                     Ok(Some(live)) => {
@@ -184,10 +178,31 @@ fn make_dir(dir: &Path) -> Result<(), VolumeError> {
         let error = io::Error::new(io::ErrorKind::PermissionDenied, "another user owns it");
         return Err(fail()(error).into());
     }
-    if meta.mode() & 0o777 != POOL_MODE {
-        fs::set_permissions(dir, fs::Permissions::from_mode(POOL_MODE)).map_err(fail())?;
+    Ok(())
+}
+
+/// Refuses to take a directory with other things in it for a pool: a slip in the configuration must change nothing.
+fn check_empty(layout: &Layout) -> Result<(), VolumeError> {
+    if layout.marker().exists() {
+        return Ok(());
+    }
+    for (name, entry) in entries(layout.pool())? {
+        if entry == PoolEntry::Other && !layout::is_own_name(&name) {
+            return Err(VolumeError::NoPool { path: layout.pool().to_owned() });
+        }
     }
     Ok(())
+}
+
+fn entries(pool: &Path) -> Result<Vec<(OsString, PoolEntry)>, VolumeError> {
+    let fail = || FileError::of("read directory", pool);
+    let mut entries = Vec::new();
+    for entry in fs::read_dir(pool).map_err(fail())? {
+        let name = entry.map_err(fail())?.file_name();
+        let sorted = pool_entry(&name);
+        entries.push((name, sorted));
+    }
+    Ok(entries)
 }
 
 /// Makes the pool ours, or checks that it is.
@@ -197,14 +212,23 @@ fn claim(layout: &Layout, node: HostId) -> Result<(), VolumeError> {
     let Some(bytes) = files::read_bounded(&path, MARKER_LIMIT)? else {
         let bytes = serde_json::to_vec(&Marker { schema: 1, node })
             .map_err(|error| unreadable(error.to_string()))?;
-        return Ok(files::write_atomic(&path, &bytes)?);
+        files::write_atomic(&path, &bytes)?;
+        return passable(layout.pool());
     };
     let marker: Marker =
         serde_json::from_slice(&bytes).map_err(|error| unreadable(error.to_string()))?;
     if marker.node == node {
-        return Ok(());
+        return passable(layout.pool());
     }
     Err(VolumeError::OtherNode { path: layout.pool().to_owned(), node: marker.node })
+}
+
+fn passable(pool: &Path) -> Result<(), VolumeError> {
+    let fail = || FileError::of("set mode of", pool);
+    if fs::metadata(pool).map_err(fail())?.mode() & 0o777 != POOL_MODE {
+        fs::set_permissions(pool, fs::Permissions::from_mode(POOL_MODE)).map_err(fail())?;
+    }
+    Ok(())
 }
 
 /// Runs work on files off the executor. It goes on when the caller's context ends, so long work looks at the context.

@@ -258,6 +258,38 @@ async fn readers_of_several_users_read_and_do_not_write() {
     assert!(read_as(64_002, &disk, "raw").await.is_some());
 }
 
+/// A ramfs has neither access control lists nor shared blocks.
+#[tokio::test]
+async fn without_access_control_lists_a_writer_has_its_disk_and_readers_do_not_share() {
+    let test = "without_access_control_lists_a_writer_has_its_disk_and_readers_do_not_share";
+    if !inside_own_mounts(test).await {
+        return;
+    }
+    let root = Path::new("/tmp/plain");
+    fs::create_dir(root).unwrap();
+    tool("mount", &["-t", "ramfs", "-o", "mode=0711", "ramfs", text_of(root)]).await;
+    let bench = Bench::under(root);
+    let driver = bench.driver();
+    let image = bench.qcow2_image("image", 4, "the image").await;
+    let wanted = copy_of(1, 1, DiskFormat::Qcow2, &image, DiskFormat::Qcow2);
+    assert!(ensure(&driver, &wanted).await.unwrap().wrote());
+    let disk = bench.volume_dir(id(1)).join("disk.qcow2");
+    let mut request = attach(1, 1);
+    request.owner_uid = Some(64_001);
+    assert_eq!(take(&driver, &request).await.unwrap().change, Change::Created);
+    assert_eq!(take(&driver, &request).await.unwrap().change, Change::Unchanged);
+    assert!(read_as(64_001, &disk, "qcow2").await.is_some());
+    assert!(read_as(64_002, &disk, "qcow2").await.is_none());
+    assert_eq!(give(&driver, 1, 1).await, Change::Changed);
+    let mut request = reader(1, 1);
+    request.owner_uid = Some(64_001);
+    let error = take(&driver, &request).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.to_string().contains("access control lists"), "{error}");
+    // What was refused holds nothing.
+    assert_eq!(destroy(&driver, 1).await.unwrap(), Change::Changed);
+}
+
 /// A QEMU without a machine that has a disk open, and its monitor.
 struct Vmm {
     process: Started,

@@ -69,12 +69,29 @@ fn give(
         fault::point("file.attach.recorded")?;
     }
     // Also when the record is there: a crash may have come between the two.
-    if set_access(live, &records)? {
+    let opened = set_access(live, &records);
+    if opened.is_err() && change.wrote() {
+        undo(live, request);
+    }
+    if opened? {
         change = change.and(Change::Changed);
         fault::point("file.attach.opened")?;
     }
     let backing = Backing::File { path: host_path, format: live.sidecar.spec.format };
     Ok(Outcome::new(change, AttachedVolume::new(backing, request.read_only)))
+}
+
+/// After an attachment that could not be given its access: brings the records and the access back to what they were.
+fn undo(live: &Live, request: &AttachRequest) {
+    let before = live.records.iter().find(|record| record.attachment.vm_uuid == request.vm_uuid);
+    let undone = match before {
+        Some(record) => attachments::write(&live.dir, record),
+        None => attachments::remove(&live.dir, request.vm_uuid),
+    };
+    // The error that is answered is the first one. What stays is an attachment of the VM that asked, which its detach ends.
+    if let Err(error) = undone.and_then(|()| set_access(live, &live.records)) {
+        tracing::warn!(error = %error, "the record of a failed attachment stays until it is detached");
+    }
 }
 
 pub(crate) async fn detach(pool: Arc<Pool>, request: DetachRequest) -> Result<Change, VolumeError> {

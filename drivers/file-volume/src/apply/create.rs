@@ -52,8 +52,8 @@ enum Next {
     Publish,
     /// A base from another filesystem, then the overlay.
     Base(Source),
-    /// The conversion of a qcow2 image into the disk.
-    Convert(Source),
+    /// The conversion of a qcow2 image into the file that becomes the disk.
+    Convert(Source, PathBuf),
 }
 
 /// Does all that needs neither another lock nor a tool.
@@ -98,13 +98,19 @@ fn stage(
             fault::point("file.create.base-linked")?;
             write_image(dir, size, Some(source.format))?;
         }
-        (DiskFormat::Raw, None) => drop(raw_disk(dir, size)?),
+        (DiskFormat::Raw, None) => {
+            let (disk, path) = raw_disk(dir)?;
+            disk.set_len(size).map_err(FileError::of("size", &path))?;
+        }
         (DiskFormat::Raw, Some(source)) if source.format == DiskFormat::Qcow2 => {
-            drop(raw_disk(dir, source.size)?);
-            return Ok(Next::Convert(source));
+            // Under a name that no other attempt has: a tool that outlives a killed agent finds none of a later one.
+            let path = files::temporary_beside(&dir.join(disk_name(DiskFormat::Raw)?));
+            let file = files::create_new(&path)?;
+            file.set_len(source.size).map_err(FileError::of("size", &path))?;
+            return Ok(Next::Convert(source, path));
         }
         (DiskFormat::Raw, Some(source)) => {
-            let (disk, path) = raw_disk(dir, 0)?;
+            let (disk, path) = raw_disk(dir)?;
             let fail = || FileError::of("copy the image to", &path);
             copy::copy(cx, &source.file, &disk, source.size).map_err(fail())??;
             disk.set_len(size).map_err(fail())?;
@@ -127,12 +133,10 @@ fn record(dir: &Path, sidecar: &Sidecar) -> Result<(), VolumeError> {
     Ok(())
 }
 
-/// Makes the disk's file of a raw volume: a hole of `size` bytes.
-fn raw_disk(dir: &Path, size: u64) -> Result<(File, PathBuf), VolumeError> {
+/// Makes the file of a raw volume's disk, empty.
+fn raw_disk(dir: &Path) -> Result<(File, PathBuf), VolumeError> {
     let path = dir.join(disk_name(DiskFormat::Raw)?);
-    let file = files::create_new(&path)?;
-    file.set_len(size).map_err(FileError::of("size", &path))?;
-    Ok((file, path))
+    Ok((files::create_new(&path)?, path))
 }
 
 fn write_image(dir: &Path, size: u64, base: Option<DiskFormat>) -> Result<(), VolumeError> {
@@ -146,23 +150,54 @@ fn write_image(dir: &Path, size: u64, base: Option<DiskFormat>) -> Result<(), Vo
     Ok(())
 }
 
-/// Does the rest and publishes. On an error nothing is left; a dropped future leaves a half-made volume.
+/// Does the rest and publishes. On an error nothing is left.
 pub(crate) async fn finish(
     pool: Arc<Pool>,
     cx: Context,
     making: Making,
 ) -> Result<Change, VolumeError> {
-    let (held, dir) = (Arc::clone(&making.held), making.dir.clone());
+    let unfinished = Unfinished(Some((making.dir.clone(), Arc::clone(&making.held))));
     let finished = complete(&pool, &cx, making).await;
-    if finished.is_err() {
+    match &finished {
+        Ok(_) => unfinished.forget(),
+        Err(_) => unfinished.clear().await?,
+    }
+    finished
+}
+
+/// A volume in the making whose remains go away with the call that makes it. Work that still runs off the executor has the
+/// lock too, so the remains are not removed under its hands but found by the next call.
+struct Unfinished(Option<(PathBuf, Arc<Held>)>);
+
+impl Unfinished {
+    fn forget(mut self) {
+        self.0 = None;
+    }
+
+    async fn clear(mut self) -> Result<(), VolumeError> {
+        let Some((dir, held)) = self.0.take() else { return Ok(()) };
         off(move || {
             clear(&dir);
             drop(held);
             Ok(())
         })
-        .await?;
+        .await
     }
-    finished
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        let Some((dir, held)) = self.0.take() else { return };
+        // The call was dropped. Without work off the executor nobody else has the lock; a runtime that ends takes no task,
+        // and the remains are found by the next call.
+        let alone = Arc::strong_count(&held) == 1;
+        if let (true, Ok(runtime)) = (alone, tokio::runtime::Handle::try_current()) {
+            drop(runtime.spawn_blocking(move || {
+                clear(&dir);
+                drop(held);
+            }));
+        }
+    }
 }
 
 async fn complete(pool: &Arc<Pool>, cx: &Context, making: Making) -> Result<Change, VolumeError> {
@@ -184,9 +219,14 @@ async fn complete(pool: &Arc<Pool>, cx: &Context, making: Making) -> Result<Chan
             })
             .await?;
         }
-        Next::Convert(source) => {
-            convert(pool, cx, &source, &dir.join(disk_name(DiskFormat::Raw)?)).await?;
+        Next::Convert(source, converted) => {
+            convert(pool, cx, &source, &converted).await?;
             fault::point("file.create.converted")?;
+            let disk = dir.join(disk_name(DiskFormat::Raw)?);
+            off(move || {
+                Ok(fs::rename(&converted, &disk).map_err(FileError::of("rename onto", &disk))?)
+            })
+            .await?;
         }
     }
     with(pool, move |pool| publish(pool, &held, &spec, &dir)).await
