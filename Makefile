@@ -1,7 +1,7 @@
 # Thin names for the scripts in scripts/. Variables (ONCE, RUN, PROFILE, EXAMPLES, REGISTRY_PORT, FILTER) go to them by environment.
 
 .DEFAULT_GOAL := help
-.PHONY: help run down test lint fmt
+.PHONY: help run down test lint bench fmt
 
 help: ## this list
 	@echo "bcd-node: a node agent for hosts of virtual machines"
@@ -21,6 +21,9 @@ test: ## the whole suite on real parts, as root (FILTER=name: some of it)
 
 lint: ## formatting, clippy, documentation, shell scripts, licences
 	@scripts/lint
+
+bench: ## what it costs, beside the same work by hand
+	@scripts/bench
 
 fmt: ## format the Rust code
 	@cargo fmt --all

@@ -8,8 +8,8 @@ PROFILE=${PROFILE:-release}          # the cargo profile: release or dev
 # demo_check: refuses places and ports that cannot work, before anything is made.
 demo_check() {
   [[ $RUN == /* ]] || RUN=$PWD/$RUN
-  # A Unix socket's path has at most 107 bytes (unix(7)); the longest of ours is that of a VM's monitor.
-  ((${#RUN} <= 40)) || die "$RUN is too long a path for the sockets in it; choose a shorter one: RUN=/var/tmp/bcd make run"
+  # A Unix socket's path has at most 107 bytes (unix(7)); the longest of ours is RUN/vm/qemu-kvm/UUID/serial.sock.
+  ((${#RUN} <= 45)) || die "$RUN is too long a path for the sockets in it; choose a shorter one: RUN=/var/tmp/bcd make run"
   [[ $RUN =~ ^[A-Za-z0-9/._-]+$ ]] || die "$RUN has characters that a configuration file would have to escape; choose another: RUN=/var/tmp/bcd make run"
   export BCD_NODE_SOCKET=$RUN/agent.sock
 }
@@ -87,14 +87,6 @@ demo_agent_start() {
 
 # demo_leftovers: processes that have to do with RUN, one "pid command" a line.
 demo_leftovers() {
-  local dir pid
-  for dir in /proc/[0-9]*; do
-    pid=${dir#/proc/}
-    [[ $pid != "$$" && $pid != "$BASHPID" && $pid != "$PPID" ]] || continue
-    if tr '\0' ' ' <"$dir/cmdline" 2>/dev/null | grep -qF -- "$RUN/" ||
-      [[ $(readlink "$dir/exe" 2>/dev/null) == "$RUN"/* || $(readlink "$dir/cwd" 2>/dev/null) == "$RUN"* ]]; then
-      process_start "$pid" >/dev/null || continue # a zombie holds nothing
-      printf '%s %s\n' "$pid" "$(tr '\0' ' ' <"$dir/cmdline" 2>/dev/null | cut -c -120)"
-    fi
-  done
+  local pid
+  for pid in $(processes_of "$RUN"); do printf '%s %s\n' "$pid" "$(command_of "$pid" | cut -c -120)"; done
 }

@@ -84,3 +84,25 @@ process_end() {
   fi
   rm -f "$1"
 }
+
+# processes_of DIR: the pids of the processes that have to do with a directory: they run from it, in it, name it in their
+# arguments, or have a file of it open.
+processes_of() {
+  local dir=$1 proc pid
+  {
+    find /proc/[0-9]*/fd -maxdepth 1 -lname "$dir/*" -printf '%h\n' 2>/dev/null | cut -d/ -f3
+    for proc in /proc/[0-9]*; do
+      if [[ $(readlink "$proc/exe" 2>/dev/null) == "$dir"/* || $(readlink "$proc/cwd" 2>/dev/null)/ == "$dir"/* ]] ||
+        tr '\0' ' ' <"$proc/cmdline" 2>/dev/null | grep -qF -- "$dir/"; then
+        echo "${proc#/proc/}"
+      fi
+    done
+  } | sort -un | while read -r pid; do
+    # Not ourselves, and no zombies: they hold nothing.
+    [[ $pid != "$$" && $pid != "$BASHPID" && $pid != "$PPID" ]] || continue
+    if process_start "$pid" >/dev/null; then echo "$pid"; fi
+  done
+}
+
+# command_of PID
+command_of() { { tr '\0' ' ' <"/proc/$1/cmdline"; } 2>/dev/null || true; }
