@@ -23,6 +23,7 @@
 //! 1. `ensure_volume` records the wanted size.
 //! 2. A raw file is made longer at once; that is safe under a VMM, which looks at the length when it is told to.
 //! 3. A qcow2 file is grown at once if the kernel's locks on it show that no VMM has it open, attached or not.
+//!    `attach_volume`, which comes before a VM's start, does the same for a growth that is due.
 //! 4. If a VMM has it open, the file is left alone, and the VMM has to grow it. The status then shows
 //!    `size_bytes` below the size of its spec, with a message. A repeat of `ensure_volume` is unchanged.
 //!

@@ -35,8 +35,6 @@ pub(crate) struct Live {
     pub(crate) sidecar: Sidecar,
     pub(crate) disk: Option<File>,
     pub(crate) base: Option<File>,
-    /// The header of a qcow2 disk, if it is what we allow.
-    pub(crate) info: Option<Qcow2Info>,
     pub(crate) size: u64,
     pub(crate) allocated: u64,
     pub(crate) records: Vec<Record>,
@@ -86,7 +84,6 @@ pub(crate) fn live(dir: &Path, id: VolumeId) -> Result<Option<Live>, VolumeError
         sidecar,
         disk: None,
         base: None,
-        info: None,
         size: 0,
         allocated: 0,
         records: Vec::new(),
@@ -160,20 +157,8 @@ impl Live {
         self.allocated = meta.blocks() * 512;
         let disk = self.disk.insert(disk);
         if self.sidecar.spec.format == DiskFormat::Qcow2 {
-            let refuse = |source| VolumeError::Header { path: path.clone(), source };
-            let info = qcow2::inspect(disk).map_err(refuse)?;
+            let info = check_header(disk, &path, self.sidecar.base)?;
             self.size = info.virtual_size;
-            match self.sidecar.base {
-                None if info.backing.is_some() => {
-                    let feature = qcow2::Qcow2Error::Refused("a backing file");
-                    return Err(refuse(feature));
-                }
-                None => info.check_contained().map_err(refuse)?,
-                Some(format) => {
-                    info.check_overlay(base_name(format)?, format.as_str()).map_err(refuse)?;
-                }
-            }
-            self.info = Some(info);
         }
         self.read_base()
     }
@@ -211,6 +196,24 @@ impl Live {
             self.problem.as_ref().or(self.bad_record.as_ref()).map(full).or_else(growing);
         status
     }
+}
+
+/// Reads the header of a volume's qcow2 disk, which may name the base that is ours and no other file.
+pub(crate) fn check_header(
+    disk: &File,
+    path: &Path,
+    base: Option<DiskFormat>,
+) -> Result<Qcow2Info, VolumeError> {
+    let refuse = |source| VolumeError::Header { path: path.to_owned(), source };
+    let info = qcow2::inspect(disk).map_err(refuse)?;
+    match base {
+        None if info.backing.is_some() => {
+            return Err(refuse(qcow2::Qcow2Error::Refused("a backing file")));
+        }
+        None => info.check_contained().map_err(refuse)?,
+        Some(format) => info.check_overlay(base_name(format)?, format.as_str()).map_err(refuse)?,
+    }
+    Ok(info)
 }
 
 /// The status of a volume whose record cannot be read: it is there, and that is all we know.

@@ -366,6 +366,25 @@ async fn a_qcow2_disk_that_a_vmm_has_open_is_left_to_the_vmm_to_grow() {
 }
 
 #[tokio::test]
+async fn a_growth_that_a_vmm_was_not_told_of_is_done_before_the_vms_next_start() {
+    let bench = Bench::new();
+    let driver = bench.driver();
+    assert!(ensure(&driver, &spec(1, 1, DiskFormat::Qcow2)).await.unwrap().wrote());
+    assert!(take(&driver, &attach(1, 1)).await.unwrap().change.wrote());
+    let disk = bench.volume_dir(id(1)).join("disk.qcow2");
+    let vmm = Vmm::open(&disk, "qcow2");
+    assert_eq!(ensure(&driver, &spec(1, 2, DiskFormat::Qcow2)).await.unwrap(), Change::Changed);
+    let again = take(&driver, &attach(1, 1)).await.unwrap();
+    assert_eq!(again.change, Change::Unchanged, "the VMM has it open");
+    end(&vmm.process).await;
+    assert_eq!(virtual_size(&disk, "qcow2").await, GIB);
+    assert_eq!(take(&driver, &attach(1, 1)).await.unwrap().change, Change::Changed);
+    assert_eq!(take(&driver, &attach(1, 1)).await.unwrap().change, Change::Unchanged);
+    assert_eq!(virtual_size(&disk, "qcow2").await, 2 * GIB);
+    check_image(&disk).await;
+}
+
+#[tokio::test]
 async fn a_raw_disk_that_a_vmm_has_open_grows_at_once() {
     let bench = Bench::new();
     let driver = bench.driver();

@@ -67,6 +67,12 @@ async fn an_overlay_shares_the_images_bytes_and_writes_its_own() {
     assert_eq!(ensure(&driver, &spec(1, 700, DiskFormat::Qcow2)).await.unwrap(), Change::Changed);
     check_image(&disk(1)).await;
     assert_eq!(guest_reads(&disk(1), "qcow2", 9).await, "BBBBBBBBB");
+    // Beyond the room of its tables, by the tool.
+    assert_eq!(ensure(&driver, &spec(2, 9_000, DiskFormat::Qcow2)).await.unwrap(), Change::Changed);
+    check_image(&disk(2)).await;
+    assert_eq!(virtual_size(&disk(2), "qcow2").await, 9_000 * GIB);
+    assert_eq!(guest_reads(&disk(2), "qcow2", 9).await, "the image");
+    assert!(driver.attach_volume(&Context::new(), &attach(2, 1)).await.is_ok());
 }
 
 /// The image cache is on another filesystem: `/dev/shm` is a tmpfs on every Linux host.

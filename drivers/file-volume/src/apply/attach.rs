@@ -7,6 +7,7 @@ use drivers_api::{
 };
 use host::{fault, files};
 
+use super::ensure;
 use crate::{
     access,
     attachments::{self, Record},
@@ -77,6 +78,8 @@ fn give(
         change = change.and(Change::Changed);
         fault::point("file.attach.opened")?;
     }
+    // The last moment before a VM starts: its guest boots with the size that is wanted.
+    change = change.and(Change::changed_if(ensure::catch_up(live)));
     let backing = Backing::File { path: host_path, format: live.sidecar.spec.format };
     Ok(Outcome::new(change, AttachedVolume::new(backing, request.read_only)))
 }

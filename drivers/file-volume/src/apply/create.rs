@@ -20,6 +20,7 @@ use rustix::{
     io::Errno,
 };
 
+use super::alone;
 use crate::{
     bases, copy,
     error::VolumeError,
@@ -287,17 +288,9 @@ async fn convert(
     source: &Source,
     disk: &Path,
 ) -> Result<(), VolumeError> {
-    let Some(path) = source.path.to_str() else {
-        return Err(VolumeError::Path { path: source.path.clone() });
-    };
-    let image = serde_json::json!({
-        "driver": "qcow2",
-        "backing": null,
-        "file": { "driver": "file", "filename": path },
-    });
     let converted = Run::new(&pool.qemu_img)
         .args(["convert", "-q", "-n", "--target-is-zero", "-O", "raw", "--"])
-        .arg(format!("json:{image}"))
+        .arg(alone(&source.path)?)
         .arg(disk)
         .limit(CONVERT_LIMIT)
         .success(cx)

@@ -1,17 +1,24 @@
 //! Brings a volume to its spec: makes it, or grows it.
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use drivers_api::{Change, Context, DiskFormat, VolumeSpec};
 use host::{fault, files::FileError, run::Run};
 
-use super::create::{self, Making};
+use super::{
+    alone,
+    create::{self, Making},
+};
 use crate::{
     error::VolumeError,
     image,
     layout::disk_name,
     locks::{Held, Key, try_lock_image},
-    observe::{Live, observe, open_part},
+    observe::{Live, check_header, observe, open_part},
     plan,
     pool::{Pool, off, with},
     sidecar::Sidecar,
@@ -118,6 +125,24 @@ fn bring(held: Arc<Held>, live: &Live, spec: &VolumeSpec) -> Result<Begun, Volum
     }
 }
 
+/// Does a growth that was recorded when a VMM had the disk open and that the VMM was not told of before it ended. Answers
+/// whether the disk grew.
+pub(super) fn catch_up(live: &Live) -> bool {
+    let bytes = live.sidecar.spec.size_gib.bytes();
+    if live.size >= bytes {
+        return false;
+    }
+    match grow(live, bytes) {
+        Ok(Grown::Yes) => true,
+        Ok(Grown::InUse | Grown::NeedsTool) => false,
+        // The old size is valid, and the status says that it is not the wanted one: no reason to keep a VM from its disk.
+        Err(error) => {
+            tracing::warn!(volume = %live.sidecar.volume, error = %error, "a growth that is due failed");
+            false
+        }
+    }
+}
+
 /// What became of a growth.
 enum Grown {
     Yes,
@@ -141,8 +166,7 @@ fn grow(live: &Live, bytes: u64) -> Result<Grown, VolumeError> {
         return Ok(Grown::InUse);
     };
     // Read again under the image's lock: a VMM that ended meanwhile may have changed it.
-    let info = host::qcow2::inspect(&file)
-        .map_err(|source| VolumeError::Header { path: path.clone(), source })?;
+    let info = check_header(&file, &path, live.sidecar.base)?;
     if info.virtual_size >= bytes {
         return Ok(Grown::Yes);
     }
@@ -155,19 +179,23 @@ fn grow(live: &Live, bytes: u64) -> Result<Grown, VolumeError> {
     Ok(Grown::Yes)
 }
 
-/// The header was checked: it names no file but the base that is ours.
+/// The header was checked; all the same the tool is told to open no backing file, whatever the header says by now.
 async fn grow_by_tool(
     pool: &Pool,
     cx: &Context,
-    disk: &std::path::Path,
+    disk: &Path,
     bytes: u64,
 ) -> Result<(), VolumeError> {
-    Run::new(&pool.qemu_img)
-        .args(["resize", "-q", "-f", "qcow2", "--"])
-        .arg(disk)
+    let grown = Run::new(&pool.qemu_img)
+        .args(["resize", "-q", "--"])
+        .arg(alone(disk)?)
         .arg(bytes.to_string())
         .limit(RESIZE_LIMIT)
         .success(cx)
-        .await?;
+        .await;
+    if grown.is_err() {
+        host::bound::check(cx, "grow", "volume")?;
+    }
+    grown?;
     Ok(())
 }
