@@ -600,6 +600,15 @@ impl WantedSet {
         self.objects.values()
     }
 
+    /// All objects of a kind, by name.
+    pub fn of_kind(&self, kind: Kind) -> impl Iterator<Item = &Arc<Wanted>> {
+        // The empty text sorts before every name.
+        let first = Key::new(kind, ObjectName("".into()));
+        self.objects
+            .range(first..)
+            .map_while(move |(key, object)| (key.kind == kind).then_some(object))
+    }
+
     /// How many objects there are.
     #[must_use]
     pub fn len(&self) -> usize {
