@@ -377,13 +377,34 @@ async fn ensure_dhcp(inner: &Inner, record: &NetworkRecord, index: u32) -> Resul
     if inner.dhcp("serve", &object, move |dnsmasq| dnsmasq.state(id, &look)).await? == State::Runs {
         return Ok(false);
     }
+    start_dhcp(inner, record, &plan, Vec::new()).await?;
+    Ok(true)
+}
+
+async fn start_dhcp(
+    inner: &Inner,
+    record: &NetworkRecord,
+    plan: &Plan,
+    forget: Vec<IpAddr>,
+) -> Result<()> {
+    let id = record.spec.uuid;
     let records = inner.records("serve").await?;
     let hosts: Vec<(PortId, String)> = records
         .ports_of(id)
         .filter_map(|port| Some((port.spec.uuid, dnsmasq::host_line(&port.spec)?)))
         .collect();
-    inner.dnsmasq.start(id, &plan, hosts).await.during("serve", &object)?;
-    Ok(true)
+    inner.dnsmasq.start(id, plan, hosts, forget).await.during("serve", validate::object(id))
+}
+
+/// Starts the network's DHCP server anew, without its leases of these addresses.
+pub(crate) async fn serve_anew(
+    inner: &Inner,
+    record: &NetworkRecord,
+    forget: Vec<IpAddr>,
+) -> Result<()> {
+    let link = own_link(inner, record.spec.uuid).await?;
+    let plan = dhcp_plan(inner, record, link.map_or(0, |link| link.index))?;
+    start_dhcp(inner, record, &plan, forget).await
 }
 
 /// Removes the network.
@@ -461,7 +482,7 @@ async fn take_apart(inner: &Inner, network: NetworkId) -> Result<bool> {
                 check_owner(&link, inner.names.network_mark(network), None, &object)?;
             }
             Owner::Foreign => {
-                tracing::info!(link = name.as_str(), "a foreign link of this name is left alone")
+                tracing::info!(link = name.as_str(), "a foreign link of this name is left alone");
             }
         }
     }

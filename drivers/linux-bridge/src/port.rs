@@ -9,12 +9,12 @@ use drivers_api::{
 use host::{bound, fault};
 
 use crate::{
-    dnsmasq,
+    dnsmasq::{self, Put},
     driver::Inner,
     error::During,
     names::tap_mac,
     netlink::{Link, LinkChange, LinkKind, tap::Tap},
-    network::check_owner,
+    network::{check_owner, serve_anew},
     nft::{Wish, has_own_bridge},
     plan::{Owner, TapStep, TapWanted, owner_of, tap_steps},
     records::{Entry, NetworkRecord, PortRecord, Records},
@@ -273,14 +273,23 @@ async fn put_dhcp(inner: &Inner, record: &PortRecord, network: &NetworkRecord) -
             .dhcp("tell DHCP of", &object, move |dnsmasq| dnsmasq.remove_host(of, id))
             .await;
     };
-    let put = move |dnsmasq: &dnsmasq::Dnsmasq| {
-        if dnsmasq.has_files(of) { dnsmasq.put_host(of, id, &line).map(Some) } else { Ok(None) }
-    };
-    inner.dhcp("tell DHCP of", &object, put).await?.ok_or_else(|| {
-        let reason = format!("the DHCP of {} is missing", validate::object(of));
-        Error::new(ErrorKind::Unavailable, "attach", &object, reason)
-            .with_remedy("make the network again")
-    })
+    let put = inner.dhcp("tell DHCP of", &object, move |dnsmasq| dnsmasq.put_host(of, id, &line));
+    match put.await? {
+        Put::Same => Ok(false),
+        Put::Written => Ok(true),
+        Put::Leased => {
+            // The network's lock: its own call may be starting the server now. That call takes no port's lock.
+            let _network = inner.locks.lock(of.uuid()).await;
+            let addresses = record.spec.addresses.clone();
+            serve_anew(inner, network, addresses).await?;
+            Ok(true)
+        }
+        Put::NoServer => {
+            let reason = format!("the DHCP of {} is missing", validate::object(of));
+            Err(Error::new(ErrorKind::Unavailable, "attach", &object, reason)
+                .with_remedy("make the network again"))
+        }
+    }
 }
 
 /// Removes the port's DHCP entry, from all networks when its own is not known.

@@ -28,7 +28,7 @@ pub(crate) fn start(node: HostId, hub: &EventHub) -> Result<Vec<AbortHandle>, Ne
         match Netlink::new(handle).links().await {
             Ok(links) => links.iter().for_each(|link| bridges.learn(link)),
             Err(error) => {
-                tracing::warn!(%error, "lost addresses of bridges that are there will not be seen at once")
+                tracing::warn!(%error, "lost addresses of bridges that are there will not be seen at once");
             }
         }
         while let Some((message, _)) = messages.next().await {

@@ -17,6 +17,7 @@ use host::files::{self, FileError};
 #[derive(Clone, Debug)]
 pub(super) struct User {
     pub(super) name: String,
+    pub(super) group: String,
     uid: u32,
     gid: u32,
 }
@@ -24,7 +25,9 @@ pub(super) struct User {
 /// The user, if there is one of this name and it can reach the run directory. Makes the run directory passable. Blocks.
 pub(super) fn usable_user(name: &str, run_dir: &Path) -> Result<Option<User>, FileError> {
     let passwd = files::read_bounded(Path::new("/etc/passwd"), 16 << 20)?.unwrap_or_default();
-    let Some(user) = find(&String::from_utf8_lossy(&passwd), name) else {
+    let group = files::read_bounded(Path::new("/etc/group"), 16 << 20)?.unwrap_or_default();
+    let (passwd, group) = (String::from_utf8_lossy(&passwd), String::from_utf8_lossy(&group));
+    let Some(user) = find(&passwd, &group, name) else {
         tracing::info!(name, "there is no such user: dnsmasq will run as root");
         return Ok(None);
     };
@@ -36,8 +39,15 @@ pub(super) fn usable_user(name: &str, run_dir: &Path) -> Result<Option<User>, Fi
     Ok(Some(user))
 }
 
-/// The user of a name in passwd(5).
-fn find(passwd: &str, name: &str) -> Option<User> {
+/// The user of a name in passwd(5), with the name of its group in group(5): dnsmasq takes another group if it is told none.
+fn find(passwd: &str, groups: &str, name: &str) -> Option<User> {
+    let group_of = |gid: u32| {
+        groups.lines().find_map(|line| {
+            let mut fields = line.split(':');
+            let name = fields.next()?;
+            (fields.nth(1)?.parse() == Ok(gid)).then(|| name.to_owned())
+        })
+    };
     passwd.lines().find_map(|line| {
         let mut fields = line.split(':');
         if fields.next() != Some(name) {
@@ -45,7 +55,8 @@ fn find(passwd: &str, name: &str) -> Option<User> {
         }
         let uid = fields.nth(1)?.parse().ok()?;
         let gid = fields.next()?.parse().ok()?;
-        (uid != 0).then(|| User { name: name.to_owned(), uid, gid })
+        let group = group_of(gid)?;
+        (uid != 0).then(|| User { name: name.to_owned(), group, uid, gid })
     })
 }
 
@@ -114,10 +125,12 @@ mod tests {
     #[test]
     fn a_user_is_found_by_its_whole_name_and_root_is_none() {
         let passwd = "root:x:0:0::/root:/bin/sh\ndnsmasq:x:999:65534:d:/var:/usr/sbin/nologin\n";
-        let user = find(passwd, "dnsmasq").unwrap();
-        assert_eq!((user.uid, user.gid), (999, 65534));
+        let groups = "root:x:0:\nnogroup:x:65534:\n";
+        let user = find(passwd, groups, "dnsmasq").unwrap();
+        assert_eq!((user.uid, user.gid, user.group.as_str()), (999, 65534, "nogroup"));
+        assert!(find(passwd, "root:x:0:\n", "dnsmasq").is_none(), "its group has no name");
         for name in ["dns", "root", "", "nobody"] {
-            assert!(find(passwd, name).is_none(), "{name}");
+            assert!(find(passwd, groups, name).is_none(), "{name}");
         }
     }
 }

@@ -57,11 +57,11 @@ impl Plan {
     }
 
     /// The configuration file.
-    pub(super) fn text(&self, dir: &Path, user: &str) -> String {
+    pub(super) fn text(&self, dir: &Path, user: &str, group: &str) -> String {
         let dir = dir.display();
         let device = &self.device;
         let mut text = format!(
-            "user={user}\nkeep-in-foreground\nbind-dynamic\ninterface={device}\nexcept-interface=lo\nno-hosts\n\
+            "user={user}\ngroup={group}\nkeep-in-foreground\nbind-dynamic\ninterface={device}\nexcept-interface=lo\nno-hosts\n\
              dhcp-authoritative\ndhcp-no-override\ndhcp-hostsdir={dir}/hosts\ndhcp-leasefile={dir}/leases\n\
              pid-file={dir}/pid\nquiet-dhcp\nquiet-dhcp6\nquiet-ra\n"
         );

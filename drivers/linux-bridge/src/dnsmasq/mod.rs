@@ -16,6 +16,7 @@
 use std::{
     collections::HashMap,
     io,
+    net::IpAddr,
     path::{Path, PathBuf},
     sync::{Mutex, PoisonError},
     time::Duration,
@@ -28,6 +29,7 @@ use tokio::task::AbortHandle;
 
 mod access;
 mod conf;
+mod leases;
 mod process;
 
 pub(crate) use conf::{Plan, host_line, valid_hostname};
@@ -74,6 +76,20 @@ pub(crate) enum State {
     Ended,
 }
 
+/// What came of writing a port's entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Put {
+    /// It is as it was.
+    Same,
+    /// It was written.
+    Written,
+    /// It was not written: an address of it is leased to a guest that was there before, and dnsmasq would not give it to
+    /// another for the rest of that lease. Starting anew forgets it.
+    Leased,
+    /// It was not written: the network has no DHCP server.
+    NoServer,
+}
+
 /// All dnsmasq processes of the driver.
 #[derive(Debug)]
 pub(crate) struct Dnsmasq {
@@ -101,11 +117,6 @@ impl Dnsmasq {
         self.run_dir.join(network.to_string())
     }
 
-    /// Whether there are files of the network. Blocks.
-    pub(crate) fn has_files(&self, network: NetworkId) -> bool {
-        self.dir(network).exists()
-    }
-
     /// How the network's process is. Blocks. One that runs is watched from now on.
     pub(crate) fn state(&self, network: NetworkId, plan: &Plan) -> Result<State, DnsmasqError> {
         let dir = self.dir(network);
@@ -120,15 +131,21 @@ impl Dnsmasq {
     }
 
     fn conf(&self, network: NetworkId, plan: &Plan) -> String {
-        plan.text(&self.dir(network), self.user.as_ref().map_or("root", |user| user.name.as_str()))
+        let (user, group) = match &self.user {
+            Some(user) => (user.name.as_str(), user.group.as_str()),
+            None => ("root", "root"),
+        };
+        plan.text(&self.dir(network), user, group)
     }
 
-    /// Starts the process, after ending what runs. The entries of `hosts` are written first.
+    /// Starts the process, after ending what runs. The entries of `hosts` are written first; leases that are of none of
+    /// them, or of an address in `forget`, are forgotten.
     pub(crate) async fn start(
         &self,
         network: NetworkId,
         plan: &Plan,
         hosts: Vec<(PortId, String)>,
+        forget: Vec<IpAddr>,
     ) -> Result<(), DnsmasqError> {
         self.unwatch(network);
         let launch = process::Launch {
@@ -138,6 +155,7 @@ impl Dnsmasq {
             hash: plan.hash(&self.conf(network, plan)),
             user: self.user.clone(),
             hosts,
+            forget,
         };
         let identity = launch.run().await?;
         self.watch(network, &identity);
@@ -153,24 +171,31 @@ impl Dnsmasq {
         Ok(ended || removed)
     }
 
-    /// Writes a port's entry; answers whether it was another. dnsmasq takes a new file by itself (inotify), and forgets
-    /// what an old one said only when it is told. Blocks.
+    /// Writes a port's entry. dnsmasq takes a new file by itself (inotify), and forgets what an old one said only when it
+    /// is told. Blocks.
     pub(crate) fn put_host(
         &self,
         network: NetworkId,
         port: PortId,
         line: &str,
-    ) -> Result<bool, DnsmasqError> {
-        let path = self.dir(network).join("hosts").join(port.to_string());
+    ) -> Result<Put, DnsmasqError> {
+        let dir = self.dir(network);
+        let path = dir.join("hosts").join(port.to_string());
+        if !dir.join("hosts").exists() {
+            return Ok(Put::NoServer);
+        }
         let before = files::read_bounded(&path, 4096)?;
         if before.as_deref() == Some(line.as_bytes()) {
-            return Ok(false);
+            return Ok(Put::Same);
+        }
+        if leases::is_held_by_another(&leases::read(&dir)?, line) {
+            return Ok(Put::Leased);
         }
         access::write_for(&path, line.as_bytes(), self.user.as_ref())?;
         if before.is_some() {
             self.reload(network)?;
         }
-        Ok(true)
+        Ok(Put::Written)
     }
 
     /// Whether the port's entry is as wanted. Blocks.

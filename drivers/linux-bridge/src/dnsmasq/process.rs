@@ -3,6 +3,7 @@
 use std::{
     ffi::OsStr,
     fs, io,
+    net::IpAddr,
     os::{fd::OwnedFd, unix::ffi::OsStrExt},
     path::{Path, PathBuf},
     time::Duration,
@@ -21,7 +22,7 @@ use rustix::{fs::inotify, process::Signal};
 use super::{
     DnsmasqError, GRACE, READY,
     access::{self, User},
-    failed,
+    failed, leases,
 };
 
 /// What a start needs.
@@ -33,6 +34,7 @@ pub(super) struct Launch {
     pub(super) hash: String,
     pub(super) user: Option<User>,
     pub(super) hosts: Vec<(PortId, String)>,
+    pub(super) forget: Vec<IpAddr>,
 }
 
 impl Launch {
@@ -63,6 +65,7 @@ impl Launch {
         for (port, line) in &self.hosts {
             access::write_for(&hosts.join(port.to_string()), line.as_bytes(), self.user.as_ref())?;
         }
+        self.keep_leases()?;
         let conf = self.dir.join("dnsmasq.conf");
         access::write_for(&conf, self.conf.as_bytes(), self.user.as_ref())?;
         let log = self.dir.join("log");
@@ -82,6 +85,19 @@ impl Launch {
         files::write_atomic(&self.dir.join("identity"), identity.as_bytes())?;
         pass("linux-bridge.dnsmasq.recorded", &self.dir)?;
         Ok((started, ready))
+    }
+}
+
+impl Launch {
+    /// Forgets the leases of guests that are gone. Blocks.
+    fn keep_leases(&self) -> Result<(), DnsmasqError> {
+        let before = leases::read(&self.dir)?;
+        let hosts: Vec<&str> = self.hosts.iter().map(|(_, line)| line.as_str()).collect();
+        let kept = leases::keep(&before, &hosts, &self.forget);
+        if kept != before {
+            access::write_for(&self.dir.join("leases"), kept.as_bytes(), None)?;
+        }
+        Ok(())
     }
 }
 

@@ -320,7 +320,7 @@ pub(crate) fn link_of(message: &LinkMessage) -> Link {
             LinkAttribute::Address(bytes) => link.mac = bytes.as_slice().try_into().ok(),
             LinkAttribute::Mtu(mtu) => link.mtu = *mtu,
             LinkAttribute::Controller(index) => {
-                link.controller = Some(*index).filter(|index| *index != 0)
+                link.controller = Some(*index).filter(|index| *index != 0);
             }
             LinkAttribute::LinkInfo(infos) => link.kind = kind_of(infos),
             _ => {}
@@ -391,10 +391,10 @@ fn route_of(message: &RouteMessage) -> Option<Route> {
         #[expect(clippy::wildcard_enum_match_arm, reason = "a foreign enumeration")]
         match attribute {
             RouteAttribute::Destination(RouteAddress::Inet(address)) => {
-                to = Some(IpAddr::from(*address))
+                to = Some(IpAddr::from(*address));
             }
             RouteAttribute::Destination(RouteAddress::Inet6(address)) => {
-                to = Some(IpAddr::from(*address))
+                to = Some(IpAddr::from(*address));
             }
             RouteAttribute::Oif(index) => output = Some(*index),
             _ => {}

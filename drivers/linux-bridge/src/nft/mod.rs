@@ -93,6 +93,15 @@ pub(crate) enum Wish {
     NoPort(PortId),
 }
 
+impl Wish {
+    const fn part(self) -> Part {
+        match self {
+            Self::Network(_) | Self::NoNetwork(_) => Part::Base,
+            Self::Port(port) | Self::NoPort(port) => Part::Port(port),
+        }
+    }
+}
+
 #[derive(Debug)]
 enum Request {
     Sync(Wish, oneshot::Sender<Result<bool, NftError>>),
@@ -228,15 +237,13 @@ impl Task {
         }
         if !syncs.is_empty() {
             let answer = self.commit().await;
-            for (wish, reply) in syncs {
-                let part = match wish {
-                    Wish::Network(_) | Wish::NoNetwork(_) => Part::Base,
-                    Wish::Port(port) | Wish::NoPort(port) => Part::Port(port),
+            let asked: BTreeSet<Part> = syncs.iter().map(|(wish, _)| wish.part()).collect();
+            for (at, (wish, reply)) in syncs.into_iter().enumerate() {
+                // What was mended for nobody here is the first one's doing.
+                let wrote = |parts: &BTreeSet<Part>| {
+                    parts.contains(&wish.part()) || (at == 0 && !parts.is_subset(&asked))
                 };
-                let answer = answer.as_ref().map_err(Clone::clone);
-                drop(reply.send(
-                    answer.map(|parts| parts.contains(&Part::Base) || parts.contains(&part)),
-                ));
+                drop(reply.send(answer.as_ref().map(wrote).map_err(Clone::clone)));
             }
         }
         if !views.is_empty() {
