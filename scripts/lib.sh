@@ -93,7 +93,7 @@ processes_of() {
     find /proc/[0-9]*/fd -maxdepth 1 -lname "$dir/*" -printf '%h\n' 2>/dev/null | cut -d/ -f3
     for proc in /proc/[0-9]*; do
       if [[ $(readlink "$proc/exe" 2>/dev/null) == "$dir"/* || $(readlink "$proc/cwd" 2>/dev/null)/ == "$dir"/* ]] ||
-        tr '\0' ' ' <"$proc/cmdline" 2>/dev/null | grep -qF -- "$dir/"; then
+        [[ $(command_of "${proc#/proc/}") == *"$dir/"* ]]; then
         echo "${proc#/proc/}"
       fi
     done
