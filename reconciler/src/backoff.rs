@@ -19,7 +19,7 @@ impl Dice {
         Self(AtomicU64::new(seed))
     }
 
-    /// A number from 0 to 1. SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
+    /// A number from 0 to 1. `SplitMix64` (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
     fn roll(&self) -> f64 {
         const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
         let mut z = self.0.fetch_add(GAMMA, Ordering::Relaxed).wrapping_add(GAMMA);

@@ -88,9 +88,10 @@ async fn one(
         hook.before(&planned.step).await?;
     }
     let call = prepare(&caller.engine.drivers, planned, facts)?;
-    let grace = match &planned.op {
-        Op::StopVm(_, grace) | Op::RebootVm(_, grace) => *grace,
-        _ => Duration::ZERO,
+    let grace = if let Op::StopVm(_, grace) | Op::RebootVm(_, grace) = &planned.op {
+        *grace
+    } else {
+        Duration::ZERO
     };
     let limit = caller.engine.settings.deadlines.of(planned.step.action, grace);
     let label = Label {
@@ -134,10 +135,12 @@ async fn one(
 
 /// Before a VM is started: room for it, and its turn.
 async fn enter(caller: &Caller, object: &Wanted, op: &Op) -> Result<Option<gate::Pass>, Error> {
-    let vm = match op {
-        Op::EnsureVm { vm, starts: true, .. } => vm.uuid,
-        Op::StartVm(vm) => *vm,
-        _ => return Ok(None),
+    let vm = if let Op::EnsureVm { vm, starts: true, .. } = op {
+        vm.uuid
+    } else if let Op::StartVm(vm) = op {
+        *vm
+    } else {
+        return Ok(None);
     };
     let WantedSpec::Instance(spec) = &object.spec else { return Ok(None) };
     if let Err(error) = caller.engine.ledger().promise(vm, Load::of(spec)) {
@@ -156,23 +159,16 @@ fn remember(caller: &Caller, object: &Wanted, op: &Op) {
                 note.told.insert(disk.volume, bytes);
             }
         };
-        match op {
-            Op::EnsureVm { disks, starts, .. } => {
-                disks.iter().filter(|_| *starts).for_each(tell);
-                if *starts {
-                    note.crashes.restarted();
-                    note.asked = false;
-                }
-            }
-            Op::StartVm(_) => {
-                note.crashes.restarted();
-                note.asked = false;
-            }
-            Op::AttachDisk(_, disk) => tell(disk),
-            Op::ResizeDisk(_, volume, bytes) => {
-                note.told.insert(*volume, *bytes);
-            }
-            _ => {}
+        if let Op::EnsureVm { disks, starts: true, .. } = op {
+            disks.iter().for_each(tell);
+        } else if let Op::AttachDisk(_, disk) = op {
+            tell(disk);
+        } else if let Op::ResizeDisk(_, volume, bytes) = op {
+            note.told.insert(*volume, *bytes);
+        }
+        if matches!(op, Op::EnsureVm { starts: true, .. } | Op::StartVm(_)) {
+            note.crashes.restarted();
+            note.asked = false;
         }
     });
 }
@@ -239,7 +235,17 @@ fn prepare(drivers: &Drivers, planned: &Planned, facts: &Facts) -> Result<Call<A
         Op::DetachPort(id) => call!(drivers, find_network, planned, |d, cx| {
             d.detach_port(&cx, id).await.map(plain)
         }),
-        op => prepare_vm(drivers, planned, facts, op),
+        op @ (Op::EnsureVm { .. }
+        | Op::CreateVm(_)
+        | Op::AttachDisk(..)
+        | Op::DetachDisk(..)
+        | Op::ResizeDisk(..)
+        | Op::AttachNic(..)
+        | Op::DetachNic(..)
+        | Op::StartVm(_)
+        | Op::StopVm(..)
+        | Op::RebootVm(..)
+        | Op::DeleteVm(_)) => prepare_vm(drivers, planned, facts, op),
     }
 }
 

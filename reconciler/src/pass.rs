@@ -66,7 +66,7 @@ pub(crate) async fn run(engine: Arc<Engine>, key: Key, cancel: CancelFlag) -> u6
         let steps: Vec<Step> = plan.steps.iter().map(|planned| planned.step.clone()).collect();
         let idle = last_steps.as_ref() == Some(&steps) && !changed_last(&engine, &key);
         if idle || round + 1 == engine.settings.rounds.max(1) {
-            not_converging(&engine, &object, plan, changed);
+            not_converging(&engine, &object, &plan, changed);
             return looked;
         }
         last_steps = Some(steps);
@@ -174,7 +174,7 @@ fn begin_steps(engine: &Engine, object: &Wanted, plan: &Plan) {
 }
 
 /// The host does not become as wanted though every step succeeds.
-fn not_converging(engine: &Engine, object: &Wanted, plan: Plan, changed: bool) {
+fn not_converging(engine: &Engine, object: &Wanted, plan: &Plan, changed: bool) {
     if let Verdict::Unknown(error) = &plan.verdict {
         fail(engine, object, plan.steps.first(), error, changed);
         return;

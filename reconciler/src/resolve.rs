@@ -156,9 +156,10 @@ fn boot_spec(world: &World<'_>, boot: &Boot) -> Result<BootSpec, Hold> {
     };
     let mut resolved = if reference.starts_with('/') {
         let path: HostPath = reference.parse().map_err(|error| wrong(format!("{error}")))?;
-        let files = match boot.kind {
-            BootKind::Uki => BootFiles::Uki { path },
-            _ => BootFiles::Kernel { kernel: path, initrd: None },
+        let files = if boot.kind == BootKind::Uki {
+            BootFiles::Uki { path }
+        } else {
+            BootFiles::Kernel { kernel: path, initrd: None }
         };
         BootSpec::new(boot.kind, reference.to_owned(), Some(files))
     } else {
@@ -170,7 +171,9 @@ fn boot_spec(world: &World<'_>, boot: &Boot) -> Result<BootSpec, Hold> {
                 (BootFiles::Kernel { kernel, initrd }, cmdline.clone())
             }
             ImageFiles::Uki { path } => (BootFiles::Uki { path: path.clone() }, None),
-            _ => return Err(wrong(format!("Image {name} holds no kernel"))),
+            ImageFiles::Disk { .. } | _ => {
+                return Err(wrong(format!("Image {name} holds no kernel")));
+            }
         };
         let mut spec = BootSpec::new(boot.kind, status.reference.to_string(), Some(files));
         spec.cmdline = cmdline;

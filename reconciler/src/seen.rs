@@ -164,7 +164,7 @@ pub(crate) struct Seen {
 }
 
 macro_rules! kind {
-    ($field:ident, $look:ident, $put:ident, $put_list:ident, $all:ident, $id:ty, $value:ty, $key:expr) => {
+    ($field:ident, $look:ident, $put:ident, $put_list:ident, $id:ty, $value:ty, $key:expr) => {
         pub(crate) fn $look(&self, driver: &str, id: &$id) -> Look<$value> {
             match self.$field.get(driver) {
                 Some(table) => table.look(id, driver),
@@ -197,7 +197,12 @@ macro_rules! kind {
                 self.$put(driver, id, Look::Absent, began);
             }
         }
+    };
+}
 
+macro_rules! all {
+    ($field:ident, $all:ident, $value:ty) => {
+        /// Everything of the kind that was seen to be there, with its driver.
         pub(crate) fn $all(&self) -> impl Iterator<Item = (&DriverId, &Arc<$value>)> {
             self.$field
                 .iter()
@@ -224,24 +229,18 @@ impl Seen {
         }
     }
 
-    kind!(vms, vm, put_vm, put_vms, all_vms, VmId, VmStatus, |value| value.uuid);
-    kind!(
-        networks,
-        network,
-        put_network,
-        put_networks,
-        all_networks,
-        NetworkId,
-        NetworkStatus,
-        |value| value.uuid
-    );
-    kind!(ports, port, put_port, put_ports, all_ports, PortId, PortStatus, |value| value.uuid);
-    kind!(volumes, volume, put_volume, put_volumes, all_volumes, VolumeId, VolumeStatus, |value| {
-        value.uuid
-    });
-    kind!(images, image, put_image, put_images, all_images, ImageRef, ImageStatus, |value| {
+    kind!(vms, vm, put_vm, put_vms, VmId, VmStatus, |value| value.uuid);
+    kind!(networks, network, put_network, put_networks, NetworkId, NetworkStatus, |value| value
+        .uuid);
+    kind!(ports, port, put_port, put_ports, PortId, PortStatus, |value| value.uuid);
+    kind!(volumes, volume, put_volume, put_volumes, VolumeId, VolumeStatus, |value| { value.uuid });
+    kind!(images, image, put_image, put_images, ImageRef, ImageStatus, |value| {
         value.reference.clone()
     });
+    all!(vms, all_vms, VmStatus);
+    all!(networks, all_networks, NetworkStatus);
+    all!(ports, all_ports, PortStatus);
+    all!(volumes, all_volumes, VolumeStatus);
 
     pub(crate) fn put_vm(
         &mut self,

@@ -19,6 +19,7 @@ use crate::{
 
 /// What may be done to the devices of the VM now.
 #[derive(Clone, Copy)]
+#[expect(clippy::struct_excessive_bools, reason = "four facts that do not depend on each other")]
 pub(super) struct Plug {
     /// The VM is there.
     pub(super) exists: bool,

@@ -1,6 +1,6 @@
 //! A reconciler over a host in memory, and short ways to say what is wanted.
 
-#![expect(dead_code, reason = "each test file uses a part")]
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::{sync::Arc, time::Duration};
 
@@ -19,20 +19,20 @@ use reconciler::{
 };
 
 /// The UUID of a text: the same each time.
-pub fn uuid(text: &str) -> Uuid {
+pub(crate) fn uuid(text: &str) -> Uuid {
     let bytes = *uuid::Uuid::new_v5(&uuid::Uuid::NAMESPACE_OID, text.as_bytes()).as_bytes();
     Uuid::from_bytes(bytes).unwrap()
 }
 
-pub fn name(text: &str) -> ObjectName {
+pub(crate) fn name(text: &str) -> ObjectName {
     text.parse().unwrap()
 }
 
-pub fn key(kind: Kind, text: &str) -> Key {
+pub(crate) fn key(kind: Kind, text: &str) -> Key {
     Key::new(kind, name(text))
 }
 
-pub fn instance_key(text: &str) -> Key {
+pub(crate) fn instance_key(text: &str) -> Key {
     key(Kind::Instance, text)
 }
 
@@ -40,30 +40,30 @@ fn wanted(kind: Kind, text: &str, spec: WantedSpec) -> Wanted {
     Wanted::new(uuid(&format!("{kind}/{text}")), name(text), spec)
 }
 
-pub fn vm(text: &str) -> VmId {
+pub(crate) fn vm(text: &str) -> VmId {
     VmId::new(uuid(&format!("Instance/{text}")))
 }
 
-pub fn volume_id(text: &str) -> VolumeId {
+pub(crate) fn volume_id(text: &str) -> VolumeId {
     VolumeId::new(uuid(&format!("Volume/{text}")))
 }
 
-pub fn network_id(text: &str) -> NetworkId {
+pub(crate) fn network_id(text: &str) -> NetworkId {
     NetworkId::new(uuid(&format!("Network/{text}")))
 }
 
-pub fn port(instance: &str, nic: &str) -> PortId {
+pub(crate) fn port(instance: &str, nic: &str) -> PortId {
     let space = uuid::Uuid::from_bytes(*vm(instance).uuid().as_bytes());
     let id = uuid::Uuid::new_v5(&space, nic.as_bytes());
     PortId::new(Uuid::from_bytes(*id.as_bytes()).unwrap())
 }
 
-pub fn image(text: &str) -> Wanted {
+pub(crate) fn image(text: &str) -> Wanted {
     let reference = format!("registry.test/{text}:1").parse().unwrap();
     wanted(Kind::Image, text, WantedSpec::Image(ImageSpec { r#ref: reference, driver: None }))
 }
 
-pub fn volume(text: &str, size_gib: u64) -> Wanted {
+pub(crate) fn volume(text: &str, size_gib: u64) -> Wanted {
     let spec = VolumeSpec {
         driver: None,
         size_gib: drivers_api::SizeGib::new(size_gib).unwrap(),
@@ -73,7 +73,7 @@ pub fn volume(text: &str, size_gib: u64) -> Wanted {
     wanted(Kind::Volume, text, WantedSpec::Volume(spec))
 }
 
-pub fn volume_of(text: &str, size_gib: u64, image: &str) -> Wanted {
+pub(crate) fn volume_of(text: &str, size_gib: u64, image: &str) -> Wanted {
     let mut object = volume(text, size_gib);
     if let WantedSpec::Volume(spec) = &mut object.spec {
         spec.source = Some(VolumeSource { image: name(image) });
@@ -81,7 +81,7 @@ pub fn volume_of(text: &str, size_gib: u64, image: &str) -> Wanted {
     object
 }
 
-pub fn network(text: &str, cidr: &str) -> Wanted {
+pub(crate) fn network(text: &str, cidr: &str) -> Wanted {
     let spec = NetworkSpec {
         driver: None,
         r#type: drivers_api::NetworkType::Nat,
@@ -101,7 +101,7 @@ pub fn network(text: &str, cidr: &str) -> Wanted {
 }
 
 /// An instance that boots `kernel`, with a disk of each volume and a NIC on each network.
-pub fn instance(text: &str, volumes: &[&str], networks: &[&str]) -> Wanted {
+pub(crate) fn instance(text: &str, volumes: &[&str], networks: &[&str]) -> Wanted {
     let disks = volumes.iter().enumerate().map(|(at, volume)| Disk {
         name: format!("disk{at}").parse().unwrap(),
         volume: name(volume),
@@ -133,7 +133,7 @@ pub fn instance(text: &str, volumes: &[&str], networks: &[&str]) -> Wanted {
 }
 
 /// Changes the instance part of an object.
-pub fn with(mut object: Wanted, change: impl FnOnce(&mut InstanceSpec)) -> Wanted {
+pub(crate) fn with(mut object: Wanted, change: impl FnOnce(&mut InstanceSpec)) -> Wanted {
     if let WantedSpec::Instance(spec) = &mut object.spec {
         change(spec);
     }
@@ -141,15 +141,15 @@ pub fn with(mut object: Wanted, change: impl FnOnce(&mut InstanceSpec)) -> Wante
 }
 
 /// A host, a store, and a reconciler between them.
-pub struct Node {
-    pub host: Host,
-    pub store: Arc<MemoryStore>,
-    pub settings: Settings,
-    pub whole: bool,
+pub(crate) struct Node {
+    pub(crate) host: Host,
+    pub(crate) store: Arc<MemoryStore>,
+    pub(crate) settings: Settings,
+    pub(crate) whole: bool,
 }
 
 impl Node {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let host = Host::new();
         for (name, kind) in [("kernel", ArtifactKind::Kernel), ("disk", ArtifactKind::Disk)] {
             host.publish_image(&format!("registry.test/{name}:1").parse().unwrap(), kind);
@@ -159,7 +159,7 @@ impl Node {
     }
 
     /// With the objects of `hello`: kernel, disk image, network, volume, instance.
-    pub fn hello() -> Self {
+    pub(crate) fn hello() -> Self {
         let node = Self::new();
         for object in [
             image("kernel"),
@@ -173,7 +173,7 @@ impl Node {
         node
     }
 
-    pub fn drivers(&self) -> Drivers {
+    pub(crate) fn drivers(&self) -> Drivers {
         let hypervisor = self.host.hypervisor();
         let hypervisor = if self.whole { hypervisor } else { hypervisor.without_whole_spec() };
         Drivers::new()
@@ -183,7 +183,7 @@ impl Node {
             .image("reference", self.host.image())
     }
 
-    pub fn start(&self) -> Reconciler {
+    pub(crate) fn start(&self) -> Reconciler {
         Reconciler::start(
             Arc::<MemoryStore>::clone(&self.store),
             self.drivers(),
@@ -192,15 +192,14 @@ impl Node {
     }
 
     /// Changes the instance `text` in the store.
-    pub fn change(&self, text: &str, change: impl FnOnce(&mut InstanceSpec)) {
+    pub(crate) fn change(&self, text: &str, change: impl FnOnce(&mut InstanceSpec)) {
         let object = self.store.snapshot().get(&instance_key(text)).unwrap().clone();
         self.store.apply(with((*object).clone(), change));
     }
 }
 
 /// Waits until a condition holds, on tokio's clock.
-#[track_caller]
-pub async fn until(what: &str, seconds: u64, condition: impl Fn() -> bool) {
+pub(crate) async fn until(what: &str, seconds: u64, condition: impl Fn() -> bool) {
     let limit = tokio::time::Instant::now() + Duration::from_secs(seconds);
     while !condition() {
         assert!(tokio::time::Instant::now() < limit, "not within {seconds} s: {what}");
@@ -209,7 +208,7 @@ pub async fn until(what: &str, seconds: u64, condition: impl Fn() -> bool) {
 }
 
 /// Waits until everything in the store is as wanted.
-pub async fn converged(node: &Node, reconciler: &Reconciler) {
+pub(crate) async fn converged(node: &Node, reconciler: &Reconciler) {
     let limit = tokio::time::Instant::now() + Duration::from_secs(300);
     loop {
         let open: Vec<String> = node
@@ -237,6 +236,6 @@ fn is_reached(object: &Wanted, status: &Status) -> bool {
 }
 
 /// Lets everything that is on its way come to rest.
-pub async fn settle() {
+pub(crate) async fn settle() {
     tokio::time::sleep(Duration::from_secs(3)).await;
 }

@@ -1,10 +1,8 @@
-//! The reconciler over the reference drivers, on paused time.
-
-mod common;
+//! What an operator does, and what the host becomes.
 
 use std::time::Duration;
 
-use common::{
+use super::common::{
     Node, converged, image, instance, instance_key, key, network, port, settle, until, vm, volume,
     volume_of, with,
 };
@@ -86,11 +84,11 @@ async fn the_same_name_applied_while_it_is_deleted_is_made_anew() {
     let old = node.host.vmm_pid(vm("web"));
     node.store.delete(&instance_key("web"));
     let mut again = instance("web", &["root"], &["net"]);
-    again.uuid = common::uuid("another web");
+    again.uuid = super::common::uuid("another web");
     node.store.apply(again);
     converged(&node, &reconciler).await;
     assert_eq!(node.host.vmm_pid(vm("web")), None);
-    let new = node.host.vmm_pid(drivers_api::VmId::new(common::uuid("another web")));
+    let new = node.host.vmm_pid(drivers_api::VmId::new(super::common::uuid("another web")));
     assert!(new.is_some() && new != old);
     assert_eq!(node.host.violations(), Vec::<String>::new());
 }
@@ -131,13 +129,13 @@ async fn what_somebody_removed_is_put_back_from_the_event() {
     converged(&node, &reconciler).await;
     let census = node.host.census();
     let pid = node.host.vmm_pid(vm("web"));
-    assert!(node.host.remove_bridge(common::network_id("net")));
+    assert!(node.host.remove_bridge(super::common::network_id("net")));
     assert!(node.host.remove_port_part(port("web", "eth0"), "rules"));
     settle().await;
     assert!(node.host.remove_tap(port("web", "eth0")));
     settle().await;
     assert_eq!(node.host.census(), census);
-    assert!(!node.host.remove_network_part(common::network_id("net"), "nothing"));
+    assert!(!node.host.remove_network_part(super::common::network_id("net"), "nothing"));
     assert!(node.host.remove_tap(port("web", "eth0")), "the tap was put back");
     settle().await;
     assert_eq!(node.host.vmm_pid(vm("web")), pid, "no VM is restarted for drift");
@@ -234,7 +232,7 @@ async fn a_grown_volume_is_told_to_the_running_vm_even_after_a_crash_between() {
     converged(&node, &reconciler).await;
     settle().await;
     assert_eq!(node.host.calls(Op::ResizeDisk), 2);
-    assert_eq!(node.host.volume_bytes(common::volume_id("root")), 4 << 30);
+    assert_eq!(node.host.volume_bytes(super::common::volume_id("root")), 4 << 30);
     assert_eq!(reconciler.plan(&node.store.snapshot()).await.unwrap(), []);
 }
 
