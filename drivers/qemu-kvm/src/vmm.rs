@@ -185,8 +185,11 @@ pub(crate) fn launch(config: &QemuConfig, paths: &VmPaths, mut running: Running)
     };
     let (journal, fd) = Journal::create(journal::CAPACITY)
         .map_err(|error| io_error(vm, "cannot make the serial journal", error))?;
+    // QEMU closes the number that `-add-fd` names. A later agent takes the journal by this one, which QEMU does not know.
+    let kept = rustix::io::fcntl_dupfd_cloexec(&fd, 3)
+        .map_err(|error| io_error(vm, "cannot make the serial journal", error.into()))?;
     numbers.journal = daemon.pass(fd);
-    running.journal_fd = numbers.journal;
+    running.journal_fd = daemon.pass(kept);
     // Kept open by the VMM until it ends, and so locked.
     daemon.pass(lock.into());
     pass_files(&mut daemon, &mut numbers, paths, &running)?;

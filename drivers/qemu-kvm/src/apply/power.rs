@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use drivers_api::{Change, Context, Error, ErrorKind, Result};
+use drivers_api::{Change, Context, Error, ErrorKind, Exit, Result};
 use host::{
     bound::{bounded, remaining},
     fault,
@@ -30,6 +30,8 @@ const PRESS_AGAIN: Duration = Duration::from_secs(3);
 const QUIT: Duration = Duration::from_secs(2);
 /// How long the kernel may take to end a process that was killed.
 const KILL: Duration = Duration::from_secs(5);
+/// How long the end of a VMM whose monitor is closed is waited for.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 /// How long QEMU may take to greet, where the context allows more.
 const GREETING: Duration = Duration::from_secs(30);
 
@@ -65,13 +67,10 @@ pub(crate) async fn start(op: &Op, cx: &Context) -> Result<Change> {
 /// Makes the guest of a VMM run.
 async fn resume(op: &Op, cx: &Context, live: &Arc<Live>) -> Result<Change> {
     let greeting = remaining(cx).map_or(GREETING, |left| left.min(GREETING));
-    let client = tokio::select! {
-        client = live.client(greeting) => client,
-        exit = live.ended() => return Err(vmm::startup_error(op.paths(), Some(exit))),
-    };
-    let Ok(client) = client else {
+    let Ok(client) = live.client(greeting).await else {
         host::bound::check(cx, "start", label(op.id()))?;
-        return Err(silent("start", op.id(), live.identity.pid()));
+        let silent = silent("start", op.id(), live.identity.pid());
+        return ended_meanwhile(op, live, silent).await;
     };
     let fail = |error| qmp_error(op, "start", error);
     let work = async {
@@ -99,18 +98,22 @@ async fn resume(op: &Op, cx: &Context, live: &Arc<Live>) -> Result<Change> {
         let reason = format!("the guest was told to run and is {state:?}");
         Err(Error::new(ErrorKind::Unavailable, "start", label(op.id()), reason))
     };
-    let ended = async {
-        let exit = live.ended().await;
-        Err(vmm::startup_error(op.paths(), Some(exit)))
-    };
-    let either = async {
-        tokio::select! {
-            biased;
-            answer = work => answer,
-            answer = ended => answer,
+    match bounded(cx, "start", label(op.id()), work).await {
+        Err(error) if error.kind() == ErrorKind::UnknownOutcome => {
+            ended_meanwhile(op, live, error).await
         }
-    };
-    bounded(cx, "start", label(op.id()), either).await
+        answer => answer,
+    }
+}
+
+/// What became of a start whose monitor closed its connection: mostly, the VMM ended.
+async fn ended_meanwhile(op: &Op, live: &Live, error: Error) -> Result<Change> {
+    match timeout(LAST_WORDS, live.ended()).await {
+        // The guest ran, and is through already.
+        Ok(Exit::GuestShutdown) => Ok(Change::Changed),
+        Ok(exit) => Err(vmm::startup_error(op.paths(), Some(exit))),
+        Err(_) => Err(error),
+    }
 }
 
 /// Shuts the guest down, and ends the VMM after the grace.
