@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::SystemTime};
 
-use drivers_api::{CollectReport, ImageRef};
+use drivers_api::{CollectReport, Digest, ImageRef};
 use host::{
     fault,
     files::{self, FileError},
@@ -79,7 +79,7 @@ fn candidates<'a>(
 }
 
 fn is_busy(cache: &Cache, candidate: &Candidate<'_>) -> Result<bool> {
-    let pulled = cache.contents.is_flying(&candidate.key)
+    let pulled = cache.is_pinned(&candidate.key)
         || candidate
             .refs
             .iter()
@@ -87,16 +87,20 @@ fn is_busy(cache: &Cache, candidate: &Candidate<'_>) -> Result<bool> {
     Ok(pulled || busy::is_read(&cache.content(&candidate.key))?)
 }
 
-/// Removes references whose content is gone, and half-written records. The catalogue must be held: nobody writes one now.
+/// Removes references whose content is gone, journals of pulls that have ended, and half-written records. The catalogue
+/// must be held: nobody writes a record now.
 fn dangling(cache: &Cache) -> Result<()> {
-    let whole: Vec<String> = cache
-        .all()?
-        .iter()
-        .filter_map(|cached| {
-            let path = cache.reference(&cached.reference.reference);
-            path.file_name().map(|name| name.to_string_lossy().into_owned())
-        })
-        .collect();
+    let mut whole: Vec<String> = Vec::new();
+    for cached in cache.all()? {
+        let reference = &cached.reference.reference;
+        let path = cache.reference(reference);
+        whole.extend(path.file_name().map(|name| name.to_string_lossy().into_owned()));
+    }
+    for key in cache.pulls.flying() {
+        let Ok(reference) = key.parse::<ImageRef>() else { continue };
+        let path = cache.reference(&reference).with_extension("pull");
+        whole.extend(path.file_name().map(|name| name.to_string_lossy().into_owned()));
+    }
     let dir = cache.root().join("refs");
     for name in names(&dir)? {
         if !whole.contains(&name) {
@@ -108,25 +112,28 @@ fn dangling(cache: &Cache) -> Result<()> {
 
 /// Removes downloads that nobody goes on with; answers the bytes.
 fn partials(cache: &Cache) -> Result<u64> {
-    let dir = cache.root().join("partial");
     let mut freed = 0_u64;
-    for name in names(&dir)? {
-        let path = dir.join(&name);
-        let lock = format!("sha256:{name}").parse().ok().map(|digest| cache.blob_lock(&digest));
+    for name in names(&cache.root().join("partial"))? {
+        let Ok(digest) = format!("sha256:{name}").parse() else {
+            files::remove_file(&cache.root().join("partial").join(name))?;
+            continue;
+        };
         // Held while the file goes, so that no download of this moment writes to a file without a name.
-        let _held = match lock.map(tokio::sync::Mutex::try_lock_owned) {
-            Some(Ok(held)) => Some(held),
-            Some(Err(_)) => continue,
-            None => None,
-        };
-        let bytes = match std::fs::symlink_metadata(&path) {
-            Ok(found) => found.len(),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => 0,
-            Err(error) => return Err(FileError::of("look at", &path)(error).into()),
-        };
-        if files::remove_file(&path)? {
-            freed = freed.saturating_add(bytes);
+        if let Ok(_held) = cache.blob_lock(&digest).try_lock_owned() {
+            freed = freed.saturating_add(remove_partial(cache, &digest)?);
         }
     }
     Ok(freed)
+}
+
+/// Removes one download, whose lock must be held; answers the bytes.
+pub(crate) fn remove_partial(cache: &Cache, digest: &Digest) -> Result<u64> {
+    let path = cache.partial(digest);
+    let bytes = match std::fs::symlink_metadata(&path) {
+        Ok(found) => found.len(),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => 0,
+        Err(error) => return Err(FileError::of("look at", &path)(error).into()),
+    };
+    files::remove_file(&path)?;
+    Ok(bytes)
 }

@@ -1,6 +1,6 @@
 //! The driver's face.
 
-use std::{fs::File, sync::Arc};
+use std::{fs::File, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use drivers_api::{
@@ -15,8 +15,12 @@ use crate::{
     config::OciImageConfig,
     error::{ImageError, to_error},
     fetch::blob::digest_of_file,
-    pull::{Puller, blocking},
+    pull::{Puller, StopGuard, blocking},
+    unpack::StopFlag,
 };
+
+/// How long a download that was given up may take to let go of its file.
+const LET_GO: Duration = Duration::from_secs(1);
 
 /// The image driver.
 #[derive(Debug)]
@@ -49,9 +53,12 @@ impl OciImage {
     /// `NotFound` when it is not in the cache; `Unavailable` when it cannot be read, or is pulled at this moment.
     pub async fn verify(&self, cx: &Context, reference: &ImageRef) -> Result<bool> {
         let (cache, wanted) = (Arc::clone(&self.cache), reference.clone());
+        // Reading ends when the caller's time does.
+        let guard = StopGuard::default();
+        let stop = guard.flag();
         self.work(cx, "verify", reference, move || {
             let Some((_, entry)) = cache.cached(&wanted)? else { return Err(absent(&wanted)) };
-            if is_intact(&entry)? {
+            if is_intact(&entry, &stop)? {
                 return Ok(true);
             }
             tracing::error!(image = %wanted, "an image in the cache is damaged and is removed");
@@ -101,6 +108,24 @@ impl OciImage {
         bounded(cx, operation, &object, answer).await
     }
 
+    /// Removes what an interrupted pull of a deleted reference was downloading.
+    async fn clear_downloads(&self, left: Vec<Digest>, reference: &ImageRef) -> Result<()> {
+        for digest in left {
+            // A download that was just given up lets go in a moment; one that goes on is another image's, and stays.
+            let lock = self.cache.blob_lock(&digest).lock_owned();
+            let Ok(held) = tokio::time::timeout(LET_GO, lock).await else { continue };
+            let cache = Arc::clone(&self.cache);
+            blocking(move || {
+                let removed = collect::remove_partial(&cache, &digest);
+                drop(held);
+                removed
+            })
+            .await
+            .map_err(|error| to_error(&Arc::new(error), "delete", reference))?;
+        }
+        Ok(())
+    }
+
     async fn find(
         &self,
         cx: &Context,
@@ -124,10 +149,10 @@ fn absent(reference: &ImageRef) -> ImageError {
     ImageError::not_found(reference.to_string(), "it is not in the cache; pull it first")
 }
 
-fn is_intact(entry: &Entry) -> crate::error::Result<bool> {
+fn is_intact(entry: &Entry, stop: &StopFlag) -> crate::error::Result<bool> {
     for (record, path) in entry.paths() {
         let mut file = File::open(&path).map_err(FileError::of("open", &path))?;
-        if digest_of_file(&mut file, &path)? != record.digest.as_str() {
+        if digest_of_file(&mut file, &path, stop)? != record.digest.as_str() {
             return Ok(false);
         }
     }
@@ -190,7 +215,14 @@ impl Image for OciImage {
 
     async fn delete(&self, cx: &Context, reference: &ImageRef) -> Result<Change> {
         let (cache, wanted) = (Arc::clone(&self.cache), reference.clone());
-        self.work(cx, "delete", reference, move || cache.unbind(&wanted)).await
+        let (change, left) = self
+            .work(cx, "delete", reference, move || {
+                let left = cache.read_journal(&wanted)?;
+                Ok((cache.unbind(&wanted)?, left))
+            })
+            .await?;
+        bounded(cx, "delete", reference, self.clear_downloads(left, reference)).await?;
+        Ok(change)
     }
 
     async fn in_cache(&self, cx: &Context, reference: &ImageRef) -> Result<bool> {

@@ -63,6 +63,11 @@ impl<T: Clone + Send + Sync + 'static> Flights<T> {
         self.map().contains_key(key)
     }
 
+    /// The keys of all work under way.
+    pub(crate) fn flying(&self) -> Vec<String> {
+        self.map().keys().cloned().collect()
+    }
+
     /// Takes a seat in the work of that key; it is begun when there is none.
     pub(crate) fn board<F>(self: &Arc<Self>, key: &str, work: impl FnOnce(Reporter) -> F) -> Seat<T>
     where

@@ -51,13 +51,18 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
+    /// The blobs that are downloaded.
+    pub(crate) fn blobs(&self) -> impl Iterator<Item = &Descriptor> {
+        let (parts, layers) = match &self.content {
+            Content::Files(parts) => (parts.as_slice(), [].as_slice()),
+            Content::Container(layers) => ([].as_slice(), layers.as_slice()),
+        };
+        parts.iter().map(|part| &part.blob).chain(layers.iter().map(|(blob, _, _)| blob))
+    }
+
     /// The bytes that are downloaded.
     pub(crate) fn download_bytes(&self) -> u64 {
-        let sizes: Vec<u64> = match &self.content {
-            Content::Files(parts) => parts.iter().map(|part| part.blob.size).collect(),
-            Content::Container(layers) => layers.iter().map(|(blob, _, _)| blob.size).collect(),
-        };
-        sizes.into_iter().fold(0, u64::saturating_add)
+        self.blobs().fold(0, |sum, blob| sum.saturating_add(blob.size))
     }
 }
 

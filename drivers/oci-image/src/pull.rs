@@ -51,8 +51,12 @@ impl Puller {
         secrets: Option<Arc<dyn SecretResolver>>,
         reporter: Reporter,
     ) -> Result<(Change, Arc<Entry>, Digest)> {
+        let (cache, wanted) = (Arc::clone(&self.cache), reference.clone());
+        let before = blocking(move || cache.cached(&wanted)).await?.map(|(record, _)| record);
         for _ in 0..ROUNDS {
             let resolved = self.resolve(&reference, secrets.clone()).await?;
+            let _pin = self.cache.pin(&resolved.key);
+            self.note(&reference, resolved.job.blobs()).await?;
             let (this, key) = (Arc::clone(&self), resolved.key.clone());
             let seat = self
                 .cache
@@ -65,9 +69,12 @@ impl Puller {
                 digest: resolved.digest,
                 content: entry.key.clone(),
             };
-            let cache = Arc::clone(&self.cache);
-            let digest = record.digest.clone();
-            if let Some((change, entry)) = blocking(move || cache.bind(&record)).await? {
+            let change = match &before {
+                None => Change::Created,
+                Some(before) => Change::changed_if(*before != record),
+            };
+            let (cache, digest) = (Arc::clone(&self.cache), record.digest.clone());
+            if let Some(entry) = blocking(move || cache.bind(&record)).await? {
                 return Ok((change, Arc::new(entry), digest));
             }
         }
@@ -75,6 +82,17 @@ impl Puller {
             reference.to_string(),
             "its content is removed again and again while it is pulled",
         ))
+    }
+}
+
+impl Puller {
+    /// Writes down what is about to be downloaded.
+    async fn note(&self, reference: &ImageRef, blobs: Vec<Digest>) -> Result<()> {
+        if blobs.is_empty() {
+            return Ok(());
+        }
+        let (cache, reference) = (Arc::clone(&self.cache), reference.clone());
+        blocking(move || cache.write_journal(&reference, &blobs)).await
     }
 }
 
@@ -97,10 +115,10 @@ pub(crate) async fn blocking<T: Send + 'static>(
 
 /// Raises a stop flag when dropped: blocking work of a future that was given up ends at its next piece.
 #[derive(Debug, Default)]
-struct StopGuard(StopFlag);
+pub(crate) struct StopGuard(StopFlag);
 
 impl StopGuard {
-    fn flag(&self) -> StopFlag {
+    pub(crate) fn flag(&self) -> StopFlag {
         Arc::clone(&self.0)
     }
 }
@@ -112,7 +130,7 @@ impl Drop for StopGuard {
 }
 
 /// Whether work was given up.
-fn stopped(flag: &AtomicBool) -> bool {
+pub(crate) fn stopped(flag: &AtomicBool) -> bool {
     flag.load(Ordering::Relaxed)
 }
 

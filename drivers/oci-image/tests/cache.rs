@@ -289,6 +289,13 @@ async fn a_cache_is_found_again_and_another_s_directory_is_left_alone() {
     .unwrap();
     let error = OciImage::open(config(dir.path())).unwrap_err();
     expect_kind(&error, ErrorKind::Conflict, "layout 99");
+    let locked = tempfile::tempdir().unwrap();
+    drop(OciImage::open(config(locked.path())).unwrap());
+    let held = host::lock::FileLock::try_exclusive(&locked.path().join("cache/lock")).unwrap();
+    let error = OciImage::open(config(locked.path())).unwrap_err();
+    expect_kind(&error, ErrorKind::Unavailable, "has it open");
+    drop(held);
+    drop(OciImage::open(config(locked.path())).unwrap());
     let mut bad = config(dir.path());
     bad.concurrency = 0;
     assert_eq!(OciImage::open(bad).unwrap_err().field(), Some("concurrency"));
@@ -327,4 +334,36 @@ async fn calls_that_have_ended_before_they_began_do_nothing() {
     ] {
         assert_eq!(kind, ErrorKind::Deadline);
     }
+}
+
+#[tokio::test]
+async fn a_limit_holds_for_plain_files_before_and_while_they_are_downloaded() {
+    let registry = FakeRegistry::start().await.unwrap();
+    let bytes = noise(1, 100_000);
+    registry.put("big", "1", &raw_disk(&bytes));
+    let small = |config: &mut driver_oci_image::OciImageConfig| config.max_image_bytes = 50_000;
+    let bed = Bed::with(small);
+    let error = bed.refused(&format!("{}/big:1", registry.host())).await;
+    expect_kind(&error, ErrorKind::Exhausted, "too large");
+    assert_eq!(registry.count("/blobs/"), 0, "the manifest's sizes were enough");
+    // A file's size is known by nobody before.
+    registry.put_file("/a.raw", &bytes);
+    let source = format!("http://{}/a.raw#{}", registry.host(), digest_of(&bytes));
+    let error = Bed::with(small).refused(&source).await;
+    expect_kind(&error, ErrorKind::Exhausted, "too large");
+    // No room on the file system.
+    let bed = Bed::with(|config| config.reserve_bytes = u64::MAX);
+    let error = bed.refused(&format!("{}/big:1", registry.host())).await;
+    expect_kind(&error, ErrorKind::Exhausted, "are free");
+    let reference: ImageRef = format!("{}/big:1", registry.host()).parse().unwrap();
+    let full = Bed::with(|config| config.max_cache_bytes = Some(120_000));
+    full.got(reference.as_str()).await;
+    registry.put("big", "2", &raw_disk(&noise(2, 100_000)));
+    let other: ImageRef = format!("{}/big:2", registry.host()).parse().unwrap();
+    let error = full.driver.pull(&within(Duration::from_secs(9)), &other).await.unwrap_err();
+    expect_kind(&error, ErrorKind::Exhausted, "collect unused images");
+    let collector = full.driver.collect().unwrap();
+    let report = collector.collect(&within(Duration::from_secs(9)), 0, &[]).await.unwrap();
+    assert_eq!(report.removed, [reference]);
+    full.got(other.as_str()).await;
 }

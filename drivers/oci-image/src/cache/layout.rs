@@ -18,6 +18,8 @@ use serde::{Deserialize, Serialize};
 const LAYOUT: u32 = 1;
 /// The file that says whose cache it is.
 const OWNER: &str = "cache.json";
+/// How often a lock is tried that this process is about to let go.
+const RELEASE_TRIES: u32 = 1000;
 /// The lock file.
 const LOCK: &str = "lock";
 /// A VMM, which has a uid of its own, opens files of the cache by their whole path: it may pass through, not look around.
@@ -44,18 +46,30 @@ pub(super) fn prepare(dir: &Path) -> Result<PathBuf> {
     dir.canonicalize().map_err(|error| fail(FileError::of("resolve", dir)(error)))
 }
 
-/// Takes the cache's lock.
-pub(super) fn lock(root: &Path) -> Result<FileLock> {
-    FileLock::try_exclusive(&root.join(LOCK)).map_err(|error| match error {
-        LockError::Held { holder, .. } => Error::new(
-            ErrorKind::Unavailable,
-            "open cache",
-            root.display(),
-            format!("{holder} has it open"),
-        )
-        .with_remedy("one agent at a time uses a cache directory"),
-        LockError::File(error) => error.into_error("open cache", root.display()),
-    })
+/// Takes the cache's lock. `again`: this process had it open before, and may be about to let it go.
+pub(super) fn lock(root: &Path, again: bool) -> Result<FileLock> {
+    let mut tries = if again { RELEASE_TRIES } else { 1 };
+    loop {
+        tries -= 1;
+        match FileLock::try_exclusive(&root.join(LOCK)) {
+            Ok(lock) => return Ok(lock),
+            // Another thread drops the last user of the old one: that takes as long as closing a file.
+            Err(LockError::Held { .. }) if tries > 0 => std::thread::yield_now(),
+            Err(LockError::Held { holder, .. }) => {
+                let reason = format!("{holder} has it open");
+                return Err(Error::new(
+                    ErrorKind::Unavailable,
+                    "open cache",
+                    root.display(),
+                    reason,
+                )
+                .with_remedy("one agent at a time uses a cache directory"));
+            }
+            Err(LockError::File(error)) => {
+                return Err(error.into_error("open cache", root.display()));
+            }
+        }
+    }
 }
 
 /// Makes what is missing, after the owner was checked; clears what an earlier process was building.

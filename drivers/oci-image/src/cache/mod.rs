@@ -6,6 +6,7 @@
 //!   lock               held by the process that has the cache open
 //!   content/KEY/       0711, one image: its files (0444) and entry.json; complete or not there
 //!   refs/HASH.json     0700/0600, one reference: what it resolved to; its mtime is its last use
+//!   refs/HASH.pull     the blobs that a pull of that reference downloads; gone when it is done
 //!   partial/HEX        0700/0600, blobs on their way, by digest
 //!   staging/NAME/      0700, images being built or removed
 //! ```
@@ -54,6 +55,8 @@ pub(crate) struct Cache {
     /// Held while references or content appear or go. Only blocking code takes it, for a few file operations.
     catalogue: Mutex<()>,
     blobs: Mutex<HashMap<Digest, Weak<tokio::sync::Mutex<()>>>>,
+    /// Content that a pull is about to build or to name, with how many pulls do.
+    pins: Mutex<HashMap<String, usize>>,
     /// Pulls by reference.
     pub(crate) pulls: Arc<Flights<(Change, Arc<Entry>, Digest)>>,
     /// Downloads by content.
@@ -79,7 +82,7 @@ impl Cache {
             layout::check_owner(&root, node)?;
             return Ok(cache);
         }
-        let lock = layout::lock(&root)?;
+        let lock = layout::lock(&root, open.contains_key(&root))?;
         layout::make(&root, node)?;
         let cache = Arc::new(Self {
             root: root.clone(),
@@ -87,6 +90,7 @@ impl Cache {
             _lock: lock,
             catalogue: Mutex::new(()),
             blobs: Mutex::default(),
+            pins: Mutex::default(),
             pulls: Flights::new(),
             contents: Flights::new(),
         });
@@ -119,6 +123,17 @@ impl Cache {
         lock
     }
 
+    /// Keeps a content from being removed until the pin is dropped.
+    pub(crate) fn pin(self: &Arc<Self>, key: &str) -> Pin {
+        let mut pins = self.pins.lock().unwrap_or_else(PoisonError::into_inner);
+        *pins.entry(key.to_owned()).or_default() += 1;
+        Pin { cache: Arc::clone(self), key: key.to_owned() }
+    }
+
+    pub(crate) fn is_pinned(&self, key: &str) -> bool {
+        self.pins.lock().unwrap_or_else(PoisonError::into_inner).contains_key(key)
+    }
+
     pub(crate) fn partial(&self, digest: &Digest) -> PathBuf {
         self.root.join("partial").join(digest.hex())
     }
@@ -139,7 +154,12 @@ impl Cache {
     /// The record of a reference. One that cannot be understood counts as absent: a pull writes it anew.
     pub(crate) fn ref_record(&self, reference: &ImageRef) -> Result<Option<RefRecord>> {
         let path = self.reference(reference);
-        let Some(bytes) = files::read_bounded(&path, MAX_RECORD_BYTES)? else { return Ok(None) };
+        let Some(bytes) = files::read_bounded(&path, MAX_RECORD_BYTES)? else {
+            // Without its directory nothing was seen to be absent.
+            let dir = self.root.join("refs");
+            fs::metadata(&dir).map_err(FileError::of("look at", &dir))?;
+            return Ok(None);
+        };
         let found = RefRecord::parse(&path, &bytes);
         Ok(found.filter(|record| record.reference == *reference))
     }
@@ -202,19 +222,40 @@ impl Cache {
         }
     }
 
-    /// Lets a reference name a content; `None` when the content is not there any more.
-    pub(crate) fn bind(&self, record: &RefRecord) -> Result<Option<(Change, Entry)>> {
+    /// Lets a reference name a content; `None` when the content is not there any more. Writes nothing when it does so
+    /// already.
+    pub(crate) fn bind(&self, record: &RefRecord) -> Result<Option<Entry>> {
         let _held = self.catalogue();
         let Some(entry) = self.entry(&record.content)? else { return Ok(None) };
-        let before = self.ref_record(&record.reference)?;
-        if before.as_ref() == Some(record) {
-            return Ok(Some((Change::Unchanged, entry)));
+        if self.ref_record(&record.reference)?.as_ref() == Some(record) {
+            self.touch(&record.reference);
+        } else {
+            let path = self.reference(&record.reference);
+            files::write_atomic(&path, &record.to_json()?)?;
+            fault::point("image.pull.reference-written")?;
         }
-        let path = self.reference(&record.reference);
-        files::write_atomic(&path, &record.to_json()?)?;
-        fault::point("image.pull.reference-written")?;
-        let change = if before.is_some() { Change::Changed } else { Change::Created };
-        Ok(Some((change, entry)))
+        files::remove_file(&self.journal(&record.reference))?;
+        Ok(Some(entry))
+    }
+
+    fn journal(&self, reference: &ImageRef) -> PathBuf {
+        self.reference(reference).with_extension("pull")
+    }
+
+    /// Writes down what a pull downloads, so that a deletion finds what it left. Not synced: after a crash of the host a
+    /// collection finds it too.
+    pub(crate) fn write_journal(&self, reference: &ImageRef, blobs: &[Digest]) -> Result<()> {
+        let path = self.journal(reference);
+        let text: Vec<&str> = blobs.iter().map(Digest::as_str).collect();
+        fs::write(&path, text.join("\n")).map_err(FileError::of("write", &path))?;
+        Ok(())
+    }
+
+    /// What an interrupted pull of a reference was downloading.
+    pub(crate) fn read_journal(&self, reference: &ImageRef) -> Result<Vec<Digest>> {
+        let bytes = files::read_bounded(&self.journal(reference), MAX_RECORD_BYTES)?;
+        let text = String::from_utf8(bytes.unwrap_or_default()).unwrap_or_default();
+        Ok(text.lines().filter_map(|line| line.parse().ok()).collect())
     }
 
     /// Removes a reference, and its content when no other reference names it.
@@ -225,6 +266,7 @@ impl Cache {
             if self.pulls.is_flying(reference.as_str()) {
                 return busy("it is being pulled");
             }
+            files::remove_file(&self.journal(reference))?;
             let path = self.reference(reference);
             let Some(record) = self.ref_record(reference)? else {
                 // A record that cannot be understood is ours all the same.
@@ -233,7 +275,7 @@ impl Cache {
             let dir = self.content(&record.content);
             let shared = self.is_shared(&record)?;
             if !shared {
-                if self.contents.is_flying(&record.content) {
+                if self.is_pinned(&record.content) {
                     return busy("its content is being pulled");
                 }
                 if busy::is_read(&dir)? {
@@ -260,6 +302,25 @@ impl Cache {
             other.reference.content == record.content
                 && other.reference.reference != record.reference
         }))
+    }
+}
+
+/// Keeps a content in the cache.
+#[derive(Debug)]
+pub(crate) struct Pin {
+    cache: Arc<Cache>,
+    key: String,
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        let mut pins = self.cache.pins.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = pins.get_mut(&self.key) {
+            *count = count.saturating_sub(1);
+            if *count == 0 {
+                pins.remove(&self.key);
+            }
+        }
     }
 }
 

@@ -68,7 +68,7 @@ impl Session {
         let password = secrets.resolve(reference).await?;
         let mut plain = format!("{user}:").into_bytes();
         plain.extend_from_slice(password.expose());
-        let header = sensitive(&format!("Basic {}", base64(&plain)));
+        let header = sensitive(format!("Basic {}", base64(&plain)));
         plain.fill(0);
         std::hint::black_box(&plain);
         header.map(Some)
@@ -167,7 +167,7 @@ impl Fetcher {
             .token
             .or(token.access_token)
             .ok_or_else(|| ImageError::unavailable(what, "the answer holds no token"))?;
-        sensitive(&format!("Bearer {token}"))
+        sensitive(format!("Bearer {token}"))
     }
 
     /// A registry may name any host as its token service, and the password would go there.
@@ -199,9 +199,14 @@ struct Token {
     access_token: Option<String>,
 }
 
-fn sensitive(text: &str) -> Result<HeaderValue> {
-    let mut header = HeaderValue::from_str(text)
-        .map_err(|_| ImageError::denied("credentials", "they cannot stand in a header"))?;
+/// A header that is not printed; the text is cleared.
+fn sensitive(text: String) -> Result<HeaderValue> {
+    let header = HeaderValue::from_str(&text)
+        .map_err(|_| ImageError::denied("credentials", "they cannot stand in a header"));
+    let mut bytes = text.into_bytes();
+    bytes.fill(0);
+    std::hint::black_box(&bytes);
+    let mut header = header?;
     header.set_sensitive(true);
     Ok(header)
 }

@@ -5,6 +5,7 @@ use std::{
     io::{Read, Seek, SeekFrom, Write},
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
 
@@ -307,7 +308,7 @@ impl Sink {
         if length > self.limit {
             file.set_len(0).map_err(fail)?;
         }
-        let (hash, have) = hash_rest(&mut file, &self.path)?;
+        let (hash, have) = hash_rest(&mut file, &self.path, &AtomicBool::new(false))?;
         Ok((file, hash, have))
     }
 
@@ -332,12 +333,15 @@ impl Sink {
     }
 }
 
-/// Hashes a file from where it stands to its end.
-fn hash_rest(file: &mut File, path: &Path) -> Result<(Sha256, u64)> {
+/// Hashes a file from where it stands to its end, unless `stop` is raised.
+fn hash_rest(file: &mut File, path: &Path, stop: &AtomicBool) -> Result<(Sha256, u64)> {
     let mut hash = Sha256::new();
     let mut have = 0_u64;
     let mut buffer = vec![0_u8; BUFFER];
     loop {
+        if stop.load(Ordering::Relaxed) {
+            return Err(ImageError::Abandoned);
+        }
         let count = file.read(&mut buffer).map_err(FileError::of("read", path))?;
         let Some(bytes) = buffer.get(..count).filter(|bytes| !bytes.is_empty()) else {
             return Ok((hash, have));
@@ -348,8 +352,8 @@ fn hash_rest(file: &mut File, path: &Path) -> Result<(Sha256, u64)> {
 }
 
 /// The digest of a whole file.
-pub(crate) fn digest_of_file(file: &mut File, path: &Path) -> Result<String> {
-    let (hash, _) = hash_rest(file, path)?;
+pub(crate) fn digest_of_file(file: &mut File, path: &Path, stop: &AtomicBool) -> Result<String> {
+    let (hash, _) = hash_rest(file, path, stop)?;
     Ok(hex(&hash.finalize()))
 }
 

@@ -48,6 +48,17 @@ pub(crate) enum Job {
     },
 }
 
+impl Job {
+    /// What is downloaded.
+    pub(crate) fn blobs(&self) -> Vec<Digest> {
+        match self {
+            Self::Nothing => Vec::new(),
+            Self::Oci { plan, .. } => plan.blobs().map(|blob| blob.digest.clone()).collect(),
+            Self::Http { file, .. } | Self::File { file, .. } => vec![file.digest.clone()],
+        }
+    }
+}
+
 /// A source that is one file.
 #[derive(Clone, Debug)]
 pub(crate) struct SingleFile {

@@ -25,7 +25,7 @@ const START_LIMIT: Duration = Duration::from_secs(20);
 pub struct RealRegistry {
     port: u16,
     process: Started,
-    _dir: TempDir,
+    dir: TempDir,
 }
 
 impl Drop for RealRegistry {
@@ -46,8 +46,7 @@ impl RealRegistry {
         // The registry takes no socket by descriptor, so another program may take the port first: then again.
         for _ in 0..4 {
             let registry = Self::start_on(free_port()?)?;
-            if tokio::time::timeout(START_LIMIT, registry.answers()).await.is_ok_and(|there| there)
-            {
+            if registry.came_up().await {
                 return Ok(registry);
             }
         }
@@ -59,20 +58,40 @@ impl RealRegistry {
     fn start_on(port: u16) -> io::Result<Self> {
         let dir = tempfile::tempdir()?;
         let storage = dir.path().join("storage");
-        let config = dir.path().join("config.yml");
         let text = format!(
             "version: 0.1\nlog: {{level: error, accesslog: {{disabled: true}}}}\nstorage:\n  filesystem: {{rootdirectory: \
              {}}}\n  delete: {{enabled: true}}\nhttp:\n  addr: 127.0.0.1:{port}\n",
             storage.display()
         );
-        files::write_new(&config, text.as_bytes()).map_err(io::Error::other)?;
-        let log = files::create_new(&dir.path().join("log")).map_err(io::Error::other)?;
-        let process = Daemon::new("setpriv")
-            .args(["--pdeathsig", "KILL", "docker-registry", "serve"])
-            .arg(config)
-            .log(log)
-            .start()?;
-        Ok(Self { port, process, _dir: dir })
+        files::write_new(&dir.path().join("config.yml"), text.as_bytes())
+            .map_err(io::Error::other)?;
+        let process = spawn(&dir)?;
+        Ok(Self { port, process, dir })
+    }
+
+    /// Ends the process; what was pushed stays.
+    ///
+    /// # Errors
+    /// When it cannot be ended.
+    pub async fn stop(&self) -> io::Result<()> {
+        self.process.pidfd.signal(rustix::process::Signal::KILL)?;
+        self.process.pidfd.ended().await.map(drop)
+    }
+
+    /// Starts it again on the same port with what was pushed.
+    ///
+    /// # Errors
+    /// When it does not answer in time.
+    pub async fn start_again(&mut self) -> io::Result<()> {
+        self.process = spawn(&self.dir)?;
+        if self.came_up().await {
+            return Ok(());
+        }
+        Err(io::Error::other("docker-registry does not answer again on its port"))
+    }
+
+    async fn came_up(&self) -> bool {
+        tokio::time::timeout(START_LIMIT, self.answers()).await.is_ok_and(|there| there)
     }
 
     /// Waits until the registry answers; `false` when its process ended first.
@@ -174,6 +193,15 @@ fn expect(answer: Head, status: &str) -> io::Result<Head> {
         return Ok(answer);
     }
     Err(io::Error::other(format!("the registry answered {:?}, wanted {status}", answer.words)))
+}
+
+fn spawn(dir: &TempDir) -> io::Result<Started> {
+    let log = std::fs::OpenOptions::new().append(true).create(true).open(dir.path().join("log"))?;
+    Daemon::new("setpriv")
+        .args(["--pdeathsig", "KILL", "docker-registry", "serve"])
+        .arg(dir.path().join("config.yml"))
+        .log(log)
+        .start()
 }
 
 /// A loopback port that nobody listens on at this moment.
