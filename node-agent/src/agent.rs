@@ -1,6 +1,12 @@
 //! The agent: built from a configuration and drivers, run until it is told to stop.
 
-use std::{future::Future, os::unix::fs::DirBuilderExt, path::Path, sync::Arc, time::Duration};
+use std::{
+    future::Future,
+    os::unix::fs::{DirBuilderExt, PermissionsExt},
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
 
 use drivers_api::{HostId, Hypervisor, Image, Network, Volume};
 use reconciler::{Capacity, Drivers, Reconciler, Settings};
@@ -120,20 +126,12 @@ impl AgentBuilder {
                 OpenError::Step { path: config.state_dir.clone(), reason: error.to_string() }
             })??;
         make_run_dir(&config.run_dir)?;
-        let opening = config.clone();
-        let name = hostname.clone();
-        let drivers = tokio::task::spawn_blocking(move || {
-            builtin::open(built_in, &opening, id, &name, drivers)
-        })
-        .await
-        .map_err(|error| {
-            let kind = drivers_api::ErrorKind::Internal;
-            AgentError::Driver(
-                drivers_api::Error::new(kind, "open", "the drivers", "a worker thread panicked")
-                    .with_source(error),
-            )
-        })?
-        .map_err(AgentError::Driver)?;
+        if config.qemu.uid_base != 0 {
+            pass_through(&config.state_dir)?;
+        }
+        let drivers = builtin::open(built_in, &config, id, &hostname, drivers)
+            .await
+            .map_err(AgentError::Driver)?;
         let mode = config.mode().unwrap_or(0o660);
         let bound = Bound::bind(&config.socket, mode, &config.write_group).await?;
         Ok(Agent { id, config, store: Arc::new(store), drivers, bound })
@@ -144,6 +142,14 @@ impl AgentBuilder {
 fn make_run_dir(path: &Path) -> Result<(), AgentError> {
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o755).create(path);
     made.map_err(|source| AgentError::RunDir { path: path.display().to_string(), source })
+}
+
+/// The users of VMMs open their disks by path: they may pass through the state directory, and list or read nothing in it.
+fn pass_through(state_dir: &Path) -> Result<(), AgentError> {
+    std::fs::set_permissions(state_dir, std::fs::Permissions::from_mode(0o711)).map_err(|error| {
+        let error = host::files::FileError::of("set the mode of", state_dir)(error);
+        AgentError::Store(OpenError::Directory(error))
+    })
 }
 
 fn hostname(config: &Config) -> String {

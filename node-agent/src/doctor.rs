@@ -180,7 +180,8 @@ async fn program(name: &str, binary: &Path, flag: &str, install: &str) -> Check 
     }
 }
 
-fn find(binary: &Path) -> Option<PathBuf> {
+/// A program by its path, or by its name in the fixed search path.
+pub(crate) fn find(binary: &Path) -> Option<PathBuf> {
     if binary.is_absolute() {
         return binary.exists().then(|| binary.to_owned());
     }
@@ -207,23 +208,27 @@ fn kvm(config: &Config) -> Check {
     device("kvm", "/dev/kvm", lack, remedy)
 }
 
-/// Where distributions keep UEFI firmware.
-const OVMF: [&str; 4] = [
-    "/usr/share/OVMF/OVMF_CODE_4M.fd",
-    "/usr/share/OVMF/OVMF_CODE.fd",
-    "/usr/share/edk2/ovmf/OVMF_CODE.fd",
-    "/usr/share/edk2/x64/OVMF_CODE.4m.fd",
+/// Where distributions keep UEFI firmware: its code, and the template of its variables.
+const OVMF: [(&str, &str); 4] = [
+    ("/usr/share/OVMF/OVMF_CODE_4M.fd", "/usr/share/OVMF/OVMF_VARS_4M.fd"),
+    ("/usr/share/OVMF/OVMF_CODE.fd", "/usr/share/OVMF/OVMF_VARS.fd"),
+    ("/usr/share/edk2/ovmf/OVMF_CODE.fd", "/usr/share/edk2/ovmf/OVMF_VARS.fd"),
+    ("/usr/share/edk2/x64/OVMF_CODE.4m.fd", "/usr/share/edk2/x64/OVMF_VARS.4m.fd"),
 ];
 
+/// The firmware's code and variables: as configured, else where distributions keep them.
+pub(crate) fn firmware(config: &Config) -> Option<(PathBuf, PathBuf)> {
+    let given = |path: &PathBuf| Some(path.clone()).filter(|path| !path.as_os_str().is_empty());
+    let there =
+        OVMF.into_iter().find(|(code, vars)| Path::new(code).exists() && Path::new(vars).exists());
+    let code = given(&config.qemu.ovmf_code).or_else(|| there.map(|(code, _)| code.into()))?;
+    let vars = given(&config.qemu.ovmf_vars).or_else(|| there.map(|(_, vars)| vars.into()))?;
+    Some((code, vars))
+}
+
 fn ovmf(config: &Config) -> Check {
-    let configured = &config.qemu.ovmf_code;
-    let found = if configured.as_os_str().is_empty() {
-        OVMF.iter().map(PathBuf::from).find(|path| path.exists())
-    } else {
-        Some(configured.clone()).filter(|path| path.exists())
-    };
-    match found {
-        Some(path) => Check::new("uefi firmware", Verdict::Ok, path.display().to_string(), ""),
+    match firmware(config).filter(|(code, vars)| code.exists() && vars.exists()) {
+        Some((code, _)) => Check::new("uefi firmware", Verdict::Ok, code.display().to_string(), ""),
         None => Check::new(
             "uefi firmware",
             Verdict::Warning,

@@ -14,6 +14,7 @@ use super::{
     streams,
 };
 use crate::{
+    accept::Deletion,
     doctor, inventory,
     node::{Node, not_found},
 };
@@ -83,7 +84,8 @@ impl node_server::Node for Service {
             .map(|key| read_key(Some(key)))
             .collect::<Result<_, _>>()?;
         let answers = self.node.delete(&keys).await.map_err(faults_of)?;
-        for (key, _) in &answers {
+        let marked = |deletion: &Deletion| matches!(deletion, Deletion::Deleting(_));
+        for (key, _) in answers.iter().filter(|(_, deletion)| marked(deletion)) {
             tracing::info!(uid = peer.uid, object = %key, "marked for deletion");
         }
         let objects = answers.iter().map(convert::deleted).collect();

@@ -272,7 +272,7 @@ pub(crate) enum Images {
 ///
 /// Examples:
 ///   bcd-node images pull registry.example.com/debian:12
-///   bcd-node images pull 'oci://registry.example.com/debian@sha256:0123…'
+///   bcd-node images pull registry.example.com/debian@sha256:0123…
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub(crate) struct Pull {

@@ -1,12 +1,13 @@
 //! Commands on drivers and on the host.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
 use super::{
     CliError, Done,
     args::{self, Format},
+    bench,
     client::{connect, refused},
     exit,
     output::{Out, note, table},
@@ -65,9 +66,57 @@ pub(crate) async fn list(socket: &Path, args: args::DriversList) -> Done {
 }
 
 pub(crate) async fn test(args: args::DriverTest) -> Done {
-    let _ = args;
-    tokio::task::yield_now().await;
-    Err(CliError::new("not built yet"))
+    let dir = scratch()?;
+    let benches = bench::of(&args.driver, dir.0.clone())
+        .ok_or_else(|| CliError::chain(exit::ERROR, &bench::unknown(&args.driver)))?;
+    let mut reports = Vec::new();
+    for bench in &benches {
+        reports.push(conformance::check(bench, &conformance::Options::default()).await);
+    }
+    let passed = reports.iter().all(conformance::Report::passed);
+    match args.output.output {
+        Format::Table => {
+            for report in &reports {
+                Out::new().bytes(format!("{report}\n").as_bytes()).map_err(failed)?;
+            }
+        }
+        format @ (Format::Json | Format::Yaml) => {
+            let values: Vec<_> = reports.iter().map(report_value).collect();
+            print(format, &values.into())?;
+        }
+    }
+    Ok(if passed { exit::OK } else { exit::ERROR })
+}
+
+fn report_value(report: &conformance::Report) -> Value {
+    let cases: Vec<_> = report
+        .cases
+        .iter()
+        .map(|case| {
+            json!({
+                "name": case.name, "rule": case.sentence, "verdict": case.verdict.as_str(),
+                "detail": case.verdict.detail(), "seconds": case.took.as_secs_f64(),
+            })
+        })
+        .collect();
+    json!({"kind": report.kind.as_str(), "driver": report.driver, "backend": report.backend, "cases": cases})
+}
+
+/// A private directory that is removed at the end.
+struct Scratch(PathBuf);
+
+fn scratch() -> Result<Scratch, CliError> {
+    let dir = std::env::temp_dir().join(format!("bcd-node-driver-test-{}", std::process::id()));
+    host::files::private_dir(&dir).map_err(|error| CliError::chain(exit::ERROR, &error))?;
+    Ok(Scratch(dir))
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        if let Err(error) = host::files::remove_tree(&self.0) {
+            super::output::complain(&error.to_string());
+        }
+    }
 }
 
 /// A line of the doctor, from the agent or from here.

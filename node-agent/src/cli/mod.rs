@@ -1,6 +1,7 @@
 //! The command line: a client of the agent's socket, and the way to run the agent.
 
 mod args;
+mod bench;
 mod client;
 mod daemon;
 mod drivers;

@@ -48,8 +48,7 @@ fn shown(key: Option<&proto::Key>) -> String {
 fn print_values(format: Format, values: &[Value], one: bool) -> Result<(), CliError> {
     let text = match (format, values) {
         (Format::Yaml, values) => {
-            let documents =
-                values.iter().map(serde_yaml_ng::to_string).collect::<Result<Vec<_>, _>>();
+            let documents = values.iter().map(yaml_of).collect::<Result<Vec<_>, _>>();
             documents.map_err(failed)?.join("---\n")
         }
         (Format::Json | Format::Table, [value]) if one => {
@@ -163,6 +162,20 @@ fn value_of(object: &proto::Object) -> Value {
         map.insert("status".to_owned(), status);
     }
     value
+}
+
+/// An object's parts in the order in which people write them; the rest follows.
+fn yaml_of(value: &Value) -> Result<String, serde_yaml_ng::Error> {
+    const ORDER: [&str; 8] =
+        ["api_version", "kind", "name", "uuid", "project", "labels", "spec", "status"];
+    let Value::Object(map) = value else { return serde_yaml_ng::to_string(value) };
+    let mut ordered = serde_yaml_ng::Mapping::new();
+    let known = ORDER.into_iter().filter_map(|key| map.get_key_value(key));
+    let others = map.iter().filter(|(key, _)| !ORDER.contains(&key.as_str()));
+    for (key, value) in known.chain(others) {
+        ordered.insert(key.as_str().into(), serde_yaml_ng::to_value(value)?);
+    }
+    serde_yaml_ng::to_string(&ordered)
 }
 
 async fn list(client: &mut Client, kind: Option<Kind>) -> Result<Vec<Value>, CliError> {
