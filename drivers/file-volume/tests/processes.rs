@@ -23,22 +23,22 @@ async fn quarrel(pool: &str, image: &str) {
             Err(error) => assert_eq!(error.kind(), ErrorKind::Unavailable, "{error:?}"),
         }
     };
-    let (mut done, mut busy) = (0, 0);
+    let pause = || tokio::time::sleep(std::time::Duration::from_millis(1));
+    let mut done = 0;
     while done < 60 {
         let n = 1 + done % 2;
         let wanted = copy_of(n, 1, DiskFormat::Qcow2, Path::new(image), DiskFormat::Qcow2);
         for answer in [ensure(&driver, &wanted).await, destroy(&driver, n).await] {
             match answer {
-                Ok(_) => {}
-                Err(error) if error.kind() == ErrorKind::Unavailable => busy += 1,
+                Ok(_) => done += 1,
+                // As a reconciler does, only sooner.
+                Err(error) if error.kind() == ErrorKind::Unavailable => pause().await,
                 Err(error) => panic!("{error:?}"),
             }
         }
-        done += 1;
         let found = driver.list(&Context::new()).await.unwrap();
         assert!(found.len() <= 2, "{found:?}");
     }
-    assert!(busy < 120, "it did something");
 }
 
 /// Case LCK-01.
