@@ -88,6 +88,16 @@ impl FileLock {
     }
 }
 
+impl Drop for FileLock {
+    fn drop(&mut self) {
+        // Not left to the closing of the descriptor: a child that another thread forked at this moment holds a copy of it
+        // until its exec, and with it the lock (flock(2)).
+        if let Err(error) = flock(&self.file, FlockOperation::Unlock) {
+            tracing::warn!(path = %self.path.display(), %error, "a lock could not be released; it ends with the process");
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
