@@ -14,6 +14,8 @@ async fn the_reference_drivers_pass_the_kit() {
     check_image(&bench, &options).await.assert_complete();
     check_network(&bench, &options).await.assert_complete();
     check_volume(&bench, &options).await.assert_complete();
+    let meshes = bench.clone().with_meshes();
+    check_network(&meshes, &options).await.assert_passed();
     let bare = bench.clone().without_whole_spec();
     check_hypervisor(&bare, &options).await.assert_passed();
     assert_eq!(bench.host().violations(), Vec::<String>::new());

@@ -57,6 +57,7 @@ fn all<'k>() -> Vec<Case<Kit<'k>>> { cases! { Kit<'k>:
     "port-fresh": "A port is found, and kept, by an instance with an empty memory." => ports::fresh_start;
     "foreign-port": "What is not marked ours is never changed or removed: a device of the port's name is a conflict." => ports::foreign;
     "rotate-other": "RotateMeshPeer is only meaningful for mesh-type networks; else not-applicable." => ports::rotate_other;
+    "rotate": "RotateMeshPeer updates the peer entry for one port." => ports::rotate;
     "network-drift": "EnsureNetwork puts back what is missing." => drift::network;
     "port-drift": "AttachPort puts back what is missing." => drift::port;
     "half-destroy": "DestroyNetwork and DetachPort remove whatever is there." => drift::destroy_what_is_left;

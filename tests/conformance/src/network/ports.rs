@@ -248,3 +248,30 @@ pub(super) async fn rotate_other(kit: &Kit<'_>) -> Check {
     kit.run.fails("rotate_mesh_peer on a network that is no mesh", kinds, call).await?;
     Ok(())
 }
+
+pub(super) async fn rotate(kit: &Kit<'_>) -> Check {
+    let driver = kit.open().await?;
+    let network = kit.made(&*driver, 0).await?;
+    if network.network_type != NetworkType::Mesh {
+        return not_applicable("the bench's networks are no meshes");
+    }
+    let mut port = kit.port(&network, 0).await;
+    let nic = kit.attach(&*driver, &port).await?.value;
+    let Ok(key) = "a2l0IGtleSBvZiBjb25mb3JtYW5jZSAwMDAwMDAwMDE=".parse() else {
+        return failed("the kit's own key is invalid");
+    };
+    port.wireguard_pub_key = Some(key);
+    let cx = kit.run.cx();
+    let change = kit.run.ok("rotate_mesh_peer", driver.rotate_mesh_peer(&cx, &port)).await?;
+    same("rotate_mesh_peer", &change, &Change::Changed)?;
+    kit.port_whole(&*driver, &port, &nic).await?;
+    let again = kit.run.ok("rotate_mesh_peer", driver.rotate_mesh_peer(&cx, &port)).await?;
+    same("rotate_mesh_peer again", &again, &Change::Unchanged)?;
+    let mut other = kit.port(&network, 1).await;
+    let _ = kit.attach(&*driver, &other).await?;
+    other.wireguard_pub_key.clone_from(&port.wireguard_pub_key);
+    let call = driver.rotate_mesh_peer(&cx, &other);
+    let what = "rotate_mesh_peer to the key of another port";
+    kit.run.fails(what, &[ErrorKind::Conflict], call).await?;
+    kit.port_whole(&*driver, &port, &nic).await
+}

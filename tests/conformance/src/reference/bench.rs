@@ -18,6 +18,7 @@ use crate::{Census, HypervisorBench, ImageBench, NetworkBench, Plant, VolumeBenc
 pub struct ReferenceBench {
     host: Host,
     has_whole_spec: bool,
+    network_type: NetworkType,
 }
 
 impl ReferenceBench {
@@ -31,13 +32,20 @@ impl ReferenceBench {
                 host.publish_content(&image_ref("alias", n), ArtifactKind::Disk, &content);
             }
         }
-        Self { host, has_whole_spec: true }
+        Self { host, has_whole_spec: true, network_type: NetworkType::Nat }
     }
 
     /// The same without [`drivers_api::WholeSpec`].
     #[must_use]
     pub const fn without_whole_spec(mut self) -> Self {
         self.has_whole_spec = false;
+        self
+    }
+
+    /// The same with networks that are meshes.
+    #[must_use]
+    pub const fn with_meshes(mut self) -> Self {
+        self.network_type = NetworkType::Mesh;
         self
     }
 
@@ -157,7 +165,7 @@ impl NetworkBench for ReferenceBench {
     async fn network(&self, n: u32) -> NetworkSpec {
         let (high, low) = (n / 256, n % 256);
         let id = NetworkId::new(uuid(b'w', n));
-        let mut spec = NetworkSpec::new(id, parsed(&format!("net {n}")), NetworkType::Nat);
+        let mut spec = NetworkSpec::new(id, parsed(&format!("net {n}")), self.network_type);
         spec.cidr = Some(parsed(&format!("10.{}.{low}.0/24", 100 + high)));
         spec.gateway = Some(parsed(&format!("10.{}.{low}.1", 100 + high)));
         spec
