@@ -170,7 +170,14 @@ fn put(engine: &Engine, outcome: Outcome<'_>) {
 fn begin_steps(engine: &Engine, object: &Wanted, plan: &Plan) {
     let phase = if object.deleting { Phase::Deleting } else { Phase::Progressing };
     let first = plan.steps.first().map(|planned| planned.step.to_string()).unwrap_or_default();
-    put(engine, Outcome::new(object, phase, first));
+    let mut outcome = Outcome::new(object, phase, first);
+    // What failed is told until it succeeds.
+    let before = engine.board().get(&object.key()).cloned();
+    let same = |status: &Status| status.uuid == object.uuid;
+    let attempts = engine.with_note(&object.key(), |note| note.attempts);
+    outcome.failure =
+        before.filter(same).and_then(|status| status.failure).filter(|_| attempts > 0);
+    put(engine, outcome);
 }
 
 /// The host does not become as wanted though every step succeeds.

@@ -185,6 +185,8 @@ pub(crate) struct DiskPlan {
     pub(crate) boot: bool,
     /// The size that the VM will see, where that is settled.
     pub(crate) bytes: Option<u64>,
+    /// The backend shows less than that: it waits for the VM to be told.
+    pub(crate) growth_due: bool,
     /// `None`: as the volume's attach step answers.
     pub(crate) backing: Option<Backing>,
 }

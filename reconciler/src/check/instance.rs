@@ -34,15 +34,14 @@ impl Check<'_> {
             let reason = format!("hypervisor {driver} cannot boot {:?}", boot.kind);
             self.refuse(key, "spec.boot.kind", reason);
         }
+        if boot.kind == BootKind::Firmware && !spec.disks.iter().any(|disk| disk.boot) {
+            self.refuse(key, "spec.disks", "firmware boot needs a disk with boot: true");
+        }
         match (boot.kind, boot.r#ref.as_deref()) {
             (BootKind::Firmware, None) => {
                 if boot.cmdline.is_some() {
                     let reason = "firmware boot takes no kernel command line";
                     self.refuse(key, "spec.boot.cmdline", reason);
-                }
-                if !spec.disks.iter().any(|disk| disk.boot) {
-                    let reason = "firmware boot needs a disk with boot: true";
-                    self.refuse(key, "spec.disks", reason);
                 }
             }
             (BootKind::Firmware, Some(_)) => {

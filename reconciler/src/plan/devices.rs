@@ -107,6 +107,8 @@ struct DiskNow<'a> {
     current: Option<&'a DiskSpec>,
     /// How this VM has it open on the host: whether only for reading.
     attached: Option<bool>,
+    /// The backend has recorded a growth that the volume itself has not seen yet.
+    growth_due: bool,
     /// Why it cannot be attached now.
     hold: Option<Hold>,
 }
@@ -138,6 +140,7 @@ impl DiskNow<'_> {
             read_only: disk.read_only,
             boot: disk.boot,
             bytes,
+            growth_due: self.growth_due,
             backing,
         })
     }
@@ -155,7 +158,15 @@ fn disk_now<'a>(scene: &Scene<'a>, disk: &'a Disk) -> Result<DiskNow<'a>, Hold> 
     let Some((object, spec)) = spec else {
         let current = disks.iter().find(|current| current.name == disk.name);
         let hold = Some(Hold::Blocked(key.clone(), format!("{key} is not there")));
-        return Ok(DiskNow { disk, key, volume: None, current, attached: None, hold });
+        return Ok(DiskNow {
+            disk,
+            key,
+            volume: None,
+            current,
+            attached: None,
+            growth_due: false,
+            hold,
+        });
     };
     let id = VolumeId::new(object.uuid);
     let driver = volume_driver(world, spec)?;
@@ -165,6 +176,7 @@ fn disk_now<'a>(scene: &Scene<'a>, disk: &'a Disk) -> Result<DiskNow<'a>, Hold> 
         volume: Some((id, driver, spec.size_gib.bytes())),
         current,
         attached: None,
+        growth_due: false,
         hold: None,
         key,
     };
@@ -176,6 +188,7 @@ fn disk_now<'a>(scene: &Scene<'a>, disk: &'a Disk) -> Result<DiskNow<'a>, Hold> 
             let host = world.settings.host;
             let mine =
                 |one: &&drivers_api::Attachment| one.vm_uuid == scene.vm && one.host_uuid == host;
+            now.growth_due = status.size_bytes < spec.size_gib.bytes();
             now.attached = status.attachments.iter().find(mine).map(|one| one.read_only);
             // Somebody else of ours who has it, and lets go of it in time: waiting is better than a failure.
             let other = status.attachments.iter().find(|one| {
@@ -215,8 +228,10 @@ pub(super) fn disks(scene: &Scene<'_>, plug: Plug) -> Result<Devices<DiskPlan>, 
             continue;
         }
         let usable = kept && now.attached == Some(now.disk.read_only);
+        // Attaching before a start is when a backend makes up for a growth that a running VM kept it from.
+        let late = now.growth_due && !plug.running && now.hold.is_none();
         let target = format!("disk {} (volume {})", now.disk.name, now.disk.volume);
-        if !usable {
+        if !usable || late {
             if let Some(hold) = &now.hold {
                 devices.holds.push(hold.clone());
             } else if let Some((volume, driver, _)) = now.volume {
@@ -225,6 +240,7 @@ pub(super) fn disks(scene: &Scene<'_>, plug: Plug) -> Result<Devices<DiskPlan>, 
                 request.read_only = now.disk.read_only;
                 request.owner_uid = hypervisor.and_then(|(_, h)| h.vmm_uid(scene.vm));
                 let reason = match (kept, now.attached) {
+                    (true, _) if usable => "a growth is due",
                     (true, None) => "drifted: not attached",
                     (true, Some(_)) => "differs: read_only",
                     (false, _) => "missing",

@@ -302,7 +302,8 @@ impl<'a> Draft<'a> {
             }
             let told = scene.memory.told.get(&disk.volume).copied();
             // A volume of the first generation never grew: its VM knows its size.
-            let told = told.or_else(|| self.is_first(disk.volume).then_some(bytes));
+            let first = self.is_first(disk.volume) && !disk.growth_due;
+            let told = told.or_else(|| first.then_some(bytes));
             if told == Some(bytes) {
                 continue;
             }
@@ -387,6 +388,7 @@ fn current_disks(status: &VmStatus) -> Vec<DiskPlan> {
             read_only: disk.read_only,
             boot: disk.boot,
             bytes: None,
+            growth_due: false,
             backing: Some(disk.backing.clone()),
         })
         .collect()

@@ -53,7 +53,12 @@ pub(crate) fn network_id(text: &str) -> NetworkId {
 }
 
 pub(crate) fn port(instance: &str, nic: &str) -> PortId {
-    let space = uuid::Uuid::from_bytes(*vm(instance).uuid().as_bytes());
+    port_of(vm(instance), nic)
+}
+
+/// The port of a NIC, as RFC 9562 derives a UUID of version 5.
+pub(crate) fn port_of(vm: VmId, nic: &str) -> PortId {
+    let space = uuid::Uuid::from_bytes(*vm.uuid().as_bytes());
     let id = uuid::Uuid::new_v5(&space, nic.as_bytes());
     PortId::new(Uuid::from_bytes(*id.as_bytes()).unwrap())
 }

@@ -2,3 +2,8 @@
 
 mod basics;
 mod common;
+mod crash;
+mod faults;
+mod many;
+mod refusals;
+mod wild;

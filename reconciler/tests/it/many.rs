@@ -1,0 +1,57 @@
+//! Many objects at once.
+
+use std::{collections::BTreeSet, time::Duration};
+
+use conformance::reference::Op;
+use reconciler::{status::Phase, store::WantedStore};
+
+use super::common::{Node, converged, image, instance, instance_key, network, settle, until, vm};
+
+fn fleet(node: &Node, count: usize) {
+    node.store.apply(image("kernel"));
+    node.store.apply(network("net", "10.0.0.0/16"));
+    for at in 0..count {
+        node.store.apply(instance(&format!("vm{at}"), &[], &["net"]));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_hundred_instances_start_while_one_call_hangs_and_statuses_answer() {
+    let mut node = Node::new();
+    node.settings.workers = 4;
+    fleet(&node, 200);
+    node.host.set_latency(Duration::from_millis(2));
+    node.host.hang(Op::EnsureVm, Some(vm("vm7").uuid()));
+    node.host.hang(Op::GetVm, Some(vm("vm8").uuid()));
+    let reconciler = node.start();
+    until("the others run", 60, || node.host.census().count("vmms") == 198).await;
+    settle().await;
+    let ready = reconciler.statuses().iter().filter(|s| s.phase == Phase::Ready).count();
+    assert_eq!(ready, 200, "198 instances, an image and a network");
+    assert_ne!(reconciler.status(&instance_key("vm7")).unwrap().phase, Phase::Ready);
+    let addresses: BTreeSet<String> = reconciler
+        .statuses()
+        .iter()
+        .filter_map(|status| status.observed.get("addresses").map(ToString::to_string))
+        .filter(|addresses| addresses != "[]")
+        .collect();
+    assert!(addresses.len() >= 198, "each has its own: {}", addresses.len());
+    node.host.release();
+    converged(&node, &reconciler).await;
+    assert_eq!(node.host.violations(), Vec::<String>::new());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_resync_of_unchanged_objects_asks_for_lists_and_nothing_else() {
+    let node = Node::new();
+    fleet(&node, 100);
+    let reconciler = node.start();
+    converged(&node, &reconciler).await;
+    settle().await;
+    let gets = [Op::GetVm, Op::GetPort, Op::GetNetwork, Op::GetVolume, Op::GetImage];
+    let count = || gets.iter().map(|op| node.host.calls(*op)).sum::<u64>();
+    let (before, lists, writes) = (count(), node.host.calls(Op::ListVms), node.host.writes());
+    tokio::time::sleep(Duration::from_secs(301)).await;
+    assert_eq!((count(), node.host.writes()), (before, writes));
+    assert!((9..=11).contains(&(node.host.calls(Op::ListVms) - lists)));
+}
