@@ -1,9 +1,12 @@
 //! Links, addresses and routes by rtnetlink.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    sync::Arc,
+};
 
 use drivers_api::IpCidr;
-use futures_util::TryStreamExt;
+use futures_util::{TryStream, TryStreamExt};
 use netlink_packet_core::Nla;
 use netlink_packet_route::{
     AddressFamily,
@@ -12,6 +15,7 @@ use netlink_packet_route::{
     route::{RouteAddress, RouteAttribute, RouteMessage, RouteType},
 };
 use rtnetlink::{Handle, LinkBridge, LinkMessageBuilder, LinkUnspec};
+use tokio::sync::Mutex;
 
 pub(crate) mod tap;
 
@@ -101,18 +105,39 @@ pub(crate) struct LinkChange {
 #[derive(Clone, Debug)]
 pub(crate) struct Netlink {
     handle: Handle,
+    /// The kernel makes one dump of a socket at a time (`netlink_dump_start`).
+    dumps: Arc<Mutex<()>>,
 }
 
 impl Netlink {
-    pub(crate) const fn new(handle: Handle) -> Self {
-        Self { handle }
+    pub(crate) fn new(handle: Handle) -> Self {
+        Self { handle, dumps: Arc::default() }
+    }
+
+    /// Reads a whole dump, after those that were asked for earlier.
+    ///
+    /// The reading is a task of its own: the rest of a dump whose reader went away would be in the next one's way
+    /// (`EBUSY`).
+    async fn dump<S>(&self, answers: S) -> Result<Vec<S::Ok>, rtnetlink::Error>
+    where
+        S: TryStream<Error = rtnetlink::Error> + Send + 'static,
+        S::Ok: Send + 'static,
+    {
+        let dumps = Arc::clone(&self.dumps);
+        let reader = tokio::spawn(async move {
+            let _turn = dumps.lock_owned().await;
+            // Nothing is asked before the stream is first polled.
+            answers.try_collect().await
+        });
+        reader.await.unwrap_or(Err(rtnetlink::Error::RequestFailed))
     }
 
     /// All links, in one dump.
     pub(crate) async fn links(&self) -> Result<Vec<Link>, NetlinkError> {
-        let stream = self.handle.link().get().execute();
-        let found: Vec<LinkMessage> =
-            stream.try_collect().await.map_err(failed("list", "all links"))?;
+        let found: Vec<LinkMessage> = self
+            .dump(self.handle.link().get().execute())
+            .await
+            .map_err(failed("list", "all links"))?;
         Ok(found.iter().map(link_of).collect())
     }
 
@@ -205,11 +230,7 @@ impl Netlink {
     /// All addresses of all links, in one dump.
     pub(crate) async fn addresses(&self) -> Result<Vec<Address>, NetlinkError> {
         let found: Vec<AddressMessage> = self
-            .handle
-            .address()
-            .get()
-            .execute()
-            .try_collect()
+            .dump(self.handle.address().get().execute())
             .await
             .map_err(failed("list the addresses of", "all links"))?;
         Ok(found.iter().filter_map(address_of).collect())
@@ -265,11 +286,7 @@ impl Netlink {
             let mut message = RouteMessage::default();
             message.header.address_family = family;
             let found: Vec<RouteMessage> = self
-                .handle
-                .route()
-                .get(message)
-                .execute()
-                .try_collect()
+                .dump(self.handle.route().get(message).execute())
                 .await
                 .map_err(failed("list the routes of", "the host"))?;
             routes.extend(found.iter().filter_map(route_of));
