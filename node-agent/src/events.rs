@@ -8,6 +8,7 @@ use std::{
 
 use reconciler::{
     Reconciler,
+    plan::Step,
     status::{Status, StatusEvent},
     wanted::Key,
 };
@@ -112,11 +113,11 @@ impl EventLog {
             }
             StatusEvent::Step(done) => {
                 let took = done.took.as_secs_f64() * 1000.0;
-                let message = format!("{} ({:?}, {took:.1} ms)", done.step, done.change);
+                let message = format!("{} ({:?}, {took:.1} ms)", step_line(&done.step), done.change);
                 self.add("step", Some(done.step.object), message);
             }
             StatusEvent::Failed(failure) => {
-                let message = format!("{}: {}", failure.step, failure.message);
+                let message = format!("{}: {}", step_line(&failure.step), failure.message);
                 self.add("failed", Some(failure.step.object), message);
             }
             StatusEvent::Gone { key, uuid } => {
@@ -128,6 +129,12 @@ impl EventLog {
             other => self.add("host", None, format!("{other:?}")),
         }
     }
+}
+
+/// A step without its object, which the event names.
+fn step_line(step: &Step) -> String {
+    let Step { action, driver, target, reason, .. } = step;
+    format!("{action:?} {target} [{driver}]: {reason}")
 }
 
 fn status_line(status: &Status) -> String {
