@@ -8,19 +8,19 @@ use drivers_api::{
     NetworkStatus, NetworkType, NicHandle, Outcome, PortId, PortSpec, PortStatus, Result, Uuid,
 };
 use host::{bound, events::EventHub};
-use tokio::{sync::Mutex, task::AbortHandle};
+use tokio::task::AbortHandle;
 
 use crate::{
     config::BridgeConfig,
     dnsmasq::{Dnsmasq, DnsmasqError},
     error::During,
-    locks::Locks,
+    locks::Shared,
     names::Names,
     netlink::{Netlink, NetlinkError},
     network,
     nft::Firewall,
     port,
-    records::{Records, Store},
+    records::{RecordError, Records, Store},
     status, validate, watch,
 };
 
@@ -34,10 +34,7 @@ pub(crate) struct Inner {
     pub(crate) netlink: Netlink,
     pub(crate) firewall: Firewall,
     pub(crate) dnsmasq: Arc<Dnsmasq>,
-    pub(crate) locks: Locks,
-    /// Held from the look at all records until the new record is written, so that of two specs that exclude each other
-    /// one is refused; and while forwarding is switched.
-    pub(crate) admission: Mutex<()>,
+    pub(crate) shared: Arc<Shared>,
 }
 
 impl Inner {
@@ -63,9 +60,7 @@ impl Inner {
         &self,
         operation: &'static str,
         object: Uuid,
-        work: impl FnOnce(&Store) -> std::result::Result<T, crate::records::RecordError>
-        + Send
-        + 'static,
+        work: impl FnOnce(&Store) -> std::result::Result<T, RecordError> + Send + 'static,
     ) -> Result<T> {
         let store = Arc::clone(&self.store);
         bound::blocking(operation, move || work(&store).during(operation, object)).await
@@ -101,15 +96,24 @@ impl LinuxBridge {
         let hub = EventHub::new();
         let names = Names::new(config.node, &config.prefix);
         let store = Arc::new(Store::open(&config.state_dir).during(OPEN, WHAT)?);
+        let shared = Shared::of(&config.state_dir)
+            .map_err(host::files::FileError::of("look at", &config.state_dir))
+            .map_err(RecordError::from)
+            .during(OPEN, WHAT)?;
         let (connection, handle, _) = rtnetlink::new_connection()
             .map_err(|source| NetlinkError::Open { source })
             .during(OPEN, WHAT)?;
         let mut tasks = vec![tokio::spawn(connection).abort_handle()];
         tasks.extend(watch::start(config.node, &hub).during(OPEN, WHAT)?);
-        let firewall =
-            Firewall::start(config.nft.clone(), names.clone(), Arc::clone(&store), hub.clone())
-                .map_err(|source| NetlinkError::Open { source })
-                .during(OPEN, WHAT)?;
+        let firewall = Firewall::start(
+            config.nft.clone(),
+            names.clone(),
+            Arc::clone(&store),
+            Arc::clone(&shared),
+            hub.clone(),
+        )
+        .map_err(|source| NetlinkError::Open { source })
+        .during(OPEN, WHAT)?;
         let dnsmasq = Dnsmasq::open(
             config.dnsmasq.clone(),
             config.run_dir.clone(),
@@ -123,8 +127,7 @@ impl LinuxBridge {
             netlink: Netlink::new(handle),
             firewall,
             dnsmasq: Arc::new(dnsmasq),
-            locks: Locks::default(),
-            admission: Mutex::new(()),
+            shared,
         });
         Ok(Self { config, inner, hub, tasks })
     }
@@ -146,7 +149,7 @@ impl LinuxBridge {
         let id = object.1;
         let run = async {
             // The lock is waited for by the caller, so that who gives up while waiting begins nothing.
-            let guard = inner.locks.lock(id).await;
+            let guard = inner.shared.locks.lock(id).await;
             let task = tokio::spawn(async move {
                 let answer = work(inner).await;
                 drop(guard);

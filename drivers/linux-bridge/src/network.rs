@@ -48,7 +48,7 @@ pub(crate) async fn ensure(inner: &Inner, spec: NetworkSpec) -> Result<Change> {
 
 /// Checks the spec against everything else and writes it down.
 async fn admit(inner: &Inner, spec: NetworkSpec) -> Result<(Arc<NetworkRecord>, Change)> {
-    let _admission = inner.admission.lock().await;
+    let _admission = inner.shared.admission.lock().await;
     let records = inner.records("check").await?;
     let id = spec.uuid;
     let old = match records.networks.get(&id) {
@@ -342,7 +342,7 @@ async fn switch_forwarding(inner: &Inner, record: &NetworkRecord) -> Result<bool
     if !v4 && !v6 {
         return Ok(false);
     }
-    let _admission = inner.admission.lock().await;
+    let _admission = inner.shared.admission.lock().await;
     inner
         .store("switch forwarding for", record.spec.uuid.uuid(), move |store| {
             let notes = store.path(SWITCHES);
@@ -492,7 +492,7 @@ async fn take_apart(inner: &Inner, network: NetworkId) -> Result<bool> {
 
 /// Puts the forwarding switches back when no other network needs them.
 async fn restore_forwarding(inner: &Inner, leaving: NetworkId) -> Result<bool> {
-    let _admission = inner.admission.lock().await;
+    let _admission = inner.shared.admission.lock().await;
     let records = inner.records("look at").await?;
     let mut others = records.good_networks().filter(|record| record.spec.uuid != leaving);
     if others.any(|record| forwards(&record.spec) != (false, false)) {

@@ -51,7 +51,7 @@ async fn admit(
     inner: &Inner,
     spec: PortSpec,
 ) -> Result<(Arc<PortRecord>, Arc<NetworkRecord>, Change)> {
-    let _admission = inner.admission.lock().await;
+    let _admission = inner.shared.admission.lock().await;
     let records = inner.records("check").await?;
     let id = spec.uuid;
     let network =
@@ -279,7 +279,7 @@ async fn put_dhcp(inner: &Inner, record: &PortRecord, network: &NetworkRecord) -
         Put::Written => Ok(true),
         Put::Leased => {
             // The network's lock: its own call may be starting the server now. That call takes no port's lock.
-            let _network = inner.locks.lock(of.uuid()).await;
+            let _network = inner.shared.locks.lock(of.uuid()).await;
             let addresses = record.spec.addresses.clone();
             serve_anew(inner, network, addresses).await?;
             Ok(true)

@@ -1,11 +1,13 @@
 //! A process of its own: descriptors are counted, so no other test may run beside it.
 
+#![cfg(test)]
+
 #[path = "host/common.rs"]
 #[expect(dead_code, reason = "this file uses a part of it")]
 mod common;
 
 use common::{Host, census, network, port};
-use drivers_api::{Network, NetworkType};
+use drivers_api::NetworkType;
 use testbed::netns::{in_netns, tool};
 
 /// Case LEAK-01, the network's part of it.

@@ -118,16 +118,18 @@ impl Netlink {
     ///
     /// The reading is a task of its own: the rest of a dump whose reader went away would be in the next one's way
     /// (`EBUSY`).
-    async fn dump<S>(&self, answers: S) -> Result<Vec<S::Ok>, rtnetlink::Error>
+    async fn dump<S>(
+        &self,
+        ask: impl FnOnce(Handle) -> S + Send + 'static,
+    ) -> Result<Vec<S::Ok>, rtnetlink::Error>
     where
         S: TryStream<Error = rtnetlink::Error> + Send + 'static,
         S::Ok: Send + 'static,
     {
-        let dumps = Arc::clone(&self.dumps);
+        let (dumps, handle) = (Arc::clone(&self.dumps), self.handle.clone());
         let reader = tokio::spawn(async move {
             let _turn = dumps.lock_owned().await;
-            // Nothing is asked before the stream is first polled.
-            answers.try_collect().await
+            ask(handle).try_collect().await
         });
         reader.await.unwrap_or(Err(rtnetlink::Error::RequestFailed))
     }
@@ -135,7 +137,7 @@ impl Netlink {
     /// All links, in one dump.
     pub(crate) async fn links(&self) -> Result<Vec<Link>, NetlinkError> {
         let found: Vec<LinkMessage> = self
-            .dump(self.handle.link().get().execute())
+            .dump(|handle| handle.link().get().execute())
             .await
             .map_err(failed("list", "all links"))?;
         Ok(found.iter().map(link_of).collect())
@@ -230,7 +232,7 @@ impl Netlink {
     /// All addresses of all links, in one dump.
     pub(crate) async fn addresses(&self) -> Result<Vec<Address>, NetlinkError> {
         let found: Vec<AddressMessage> = self
-            .dump(self.handle.address().get().execute())
+            .dump(|handle| handle.address().get().execute())
             .await
             .map_err(failed("list the addresses of", "all links"))?;
         Ok(found.iter().filter_map(address_of).collect())
@@ -286,7 +288,7 @@ impl Netlink {
             let mut message = RouteMessage::default();
             message.header.address_family = family;
             let found: Vec<RouteMessage> = self
-                .dump(self.handle.route().get(message).execute())
+                .dump(move |handle| handle.route().get(message).execute())
                 .await
                 .map_err(failed("list the routes of", "the host"))?;
             routes.extend(found.iter().filter_map(route_of));

@@ -9,7 +9,12 @@
 //! is kept from one commit to the next and is good as long as the kernel's generation says that nobody else committed;
 //! else our tables are listed. Without a difference nothing is run and nothing is written.
 
-use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeSet,
+    path::PathBuf,
+    sync::{Arc, PoisonError},
+    time::Duration,
+};
 
 use drivers_api::{Context, ErrorKind, EventKind, HostEvent, NetworkId, ObjectRef, PortId};
 use host::{
@@ -33,11 +38,11 @@ mod transaction;
 mod tests;
 
 pub(crate) use detect::{ForeignDrop, Mode};
-pub(crate) use ruleset::{Part, has_own_bridge};
+pub(crate) use ruleset::{Leaving, Part, has_own_bridge};
 
-use crate::{error::chain, names::Names, records::Store};
+use crate::{error::chain, locks::Shared, names::Names, records::Store};
 use listing::Found;
-use ruleset::{Builder, Family, Leaving, mark_chain};
+use ruleset::{Builder, Family, mark_chain};
 use socket::{GenerationSocket, MonitorSocket};
 use transaction::Transaction;
 
@@ -119,6 +124,7 @@ impl Firewall {
         nft: PathBuf,
         names: Names,
         store: Arc<Store>,
+        shared: Arc<Shared>,
         hub: EventHub,
     ) -> std::io::Result<Self> {
         let (send, receive) = mpsc::unbounded_channel();
@@ -131,7 +137,7 @@ impl Firewall {
             hub,
             generations: GenerationSocket::open()?,
             monitor: MonitorSocket::open()?,
-            leaving: Leaving::default(),
+            shared,
             mode: None,
             known: None,
             chains_stale: true,
@@ -184,7 +190,7 @@ struct Task {
     hub: EventHub,
     generations: GenerationSocket,
     monitor: MonitorSocket,
-    leaving: Leaving,
+    shared: Arc<Shared>,
     mode: Option<Mode>,
     known: Option<Known>,
     chains_stale: bool,
@@ -254,12 +260,13 @@ impl Task {
         }
     }
 
-    fn take(&mut self, wish: Wish) {
+    fn take(&self, wish: Wish) {
+        let mut leaving = self.shared.leaving.lock().unwrap_or_else(PoisonError::into_inner);
         match wish {
-            Wish::Network(id) => self.leaving.networks.remove(&id),
-            Wish::Port(id) => self.leaving.ports.remove(&id),
-            Wish::NoNetwork(id) => self.leaving.networks.insert(id),
-            Wish::NoPort(id) => self.leaving.ports.insert(id),
+            Wish::Network(id) => leaving.networks.remove(&id),
+            Wish::Port(id) => leaving.ports.remove(&id),
+            Wish::NoNetwork(id) => leaving.networks.insert(id),
+            Wish::NoPort(id) => leaving.ports.insert(id),
         };
     }
 
@@ -293,10 +300,12 @@ impl Task {
         .await
         .map_err(|error| NftError::Program { kind: error.kind(), text: error.chain() })?;
         // What is gone for good need not be remembered as leaving.
-        self.leaving.networks.retain(|id| records.networks.contains_key(id));
-        self.leaving.ports.retain(|id| records.ports.contains_key(id));
+        let mut leaving = self.shared.leaving.lock().unwrap_or_else(PoisonError::into_inner);
+        leaving.networks.retain(|id| records.networks.contains_key(id));
+        leaving.ports.retain(|id| records.ports.contains_key(id));
         self.networks = records.networks.keys().copied().collect();
-        let wanted = self.builder.build(mode, &records, &self.leaving);
+        let wanted = self.builder.build(mode, &records, &leaving);
+        drop(leaving);
         let found = self.known.as_ref().map(|known| &known.found);
         let none = Found::default();
         let transaction = Transaction::between(&self.table, found.unwrap_or(&none), &wanted);
@@ -400,7 +409,12 @@ impl Task {
                 }
                 return Ok(());
             }
-            let (found, drops) = self.read_all().await?;
+            let (found, drops) = match self.read_all().await {
+                Ok(read) => read,
+                // A table may go between the listing of tables and its own.
+                Err(error) if self.generation()? == generation => return Err(error),
+                Err(_) => continue,
+            };
             self.known = Some(Known { generation, found });
             self.foreign_drops = drops;
             self.chains_stale = false;

@@ -155,7 +155,7 @@ pub(super) struct Builder {
 
 /// What of the records is not to have rules: it is being removed.
 #[derive(Debug, Default)]
-pub(super) struct Leaving {
+pub(crate) struct Leaving {
     pub(super) networks: BTreeSet<NetworkId>,
     pub(super) ports: BTreeSet<PortId>,
 }

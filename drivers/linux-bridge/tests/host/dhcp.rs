@@ -2,7 +2,7 @@
 
 use std::{os::unix::fs::PermissionsExt, time::Duration};
 
-use drivers_api::{Network, NetworkType};
+use drivers_api::NetworkType;
 use testbed::netns::{Guest, in_netns};
 
 use crate::common::{Host, network, port};

@@ -12,9 +12,10 @@ async fn put_back(host: &Host, what: &str, object: ObjectRef, damage: impl FnOnc
     quiet(&mut events).await;
     damage();
     event_about(&mut events, object).await;
-    let sick = match object {
-        ObjectRef::Network(_) => host.is_healthy(net.uuid).await,
-        _ => host.is_port_healthy(one.uuid).await,
+    let sick = if object == ObjectRef::Network(net.uuid) {
+        host.is_healthy(net.uuid).await
+    } else {
+        host.is_port_healthy(one.uuid).await
     };
     assert!(sick.is_err(), "{what}: the status does not show it");
     let changed = host.network(&net).await.and(host.port(&one).await);

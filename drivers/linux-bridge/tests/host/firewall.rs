@@ -34,7 +34,11 @@ fn a_hundred_passes_and_ten_restarts_leave_the_rules_and_write_nothing() {
 }
 
 /// `ip monitor` and `nft monitor` at once.
-struct Monitor(Vec<(std::process::Child, std::path::PathBuf)>, tempfile::TempDir);
+struct Monitor {
+    children: Vec<(std::process::Child, std::path::PathBuf)>,
+    /// Removed at the end.
+    _dir: tempfile::TempDir,
+}
 
 impl Monitor {
     #[expect(clippy::disallowed_methods, reason = "a test's own tool needs no command runner")]
@@ -47,7 +51,7 @@ impl Monitor {
             let child = std::process::Command::new(name).args(argv).stdout(out).spawn().unwrap();
             children.push((child, path));
         }
-        let this = Self(children, dir);
+        let this = Self { children, _dir: dir };
         // Each monitor is known to listen when it has shown a change of ours.
         for _ in 0..100 {
             tool(&["nft", "add", "table", "ip", "probe"]);
@@ -55,7 +59,7 @@ impl Monitor {
             tool(&["ip", "link", "add", "probe", "type", "bridge"]);
             tool(&["ip", "link", "del", "probe"]);
             if this
-                .0
+                .children
                 .iter()
                 .all(|(_, path)| std::fs::read_to_string(path).unwrap().contains("probe"))
             {
@@ -70,7 +74,7 @@ impl Monitor {
         tool(&["nft", "add", "table", "ip", "last"]);
         tool(&["ip", "link", "add", "last", "type", "bridge"]);
         let mut text = String::new();
-        for (child, path) in &mut self.0 {
+        for (child, path) in &mut self.children {
             let mut shown = String::new();
             for _ in 0..100_000 {
                 shown = std::fs::read_to_string(&*path).unwrap();
