@@ -39,6 +39,9 @@ pub(crate) enum ImageError {
     /// Nobody waits for it any more.
     #[error("nobody waits for it any more")]
     Abandoned,
+    /// Content that was there when the pull began was removed before it could be named.
+    #[error("it was removed while it was pulled")]
+    Vanished,
     /// A fault of ours.
     #[error("{0}")]
     Internal(String),
@@ -90,6 +93,7 @@ impl ImageError {
             | Self::File(_)
             | Self::Inner(_)
             | Self::Abandoned
+            | Self::Vanished
             | Self::Internal(_) => None,
         }
     }
@@ -115,8 +119,8 @@ pub(crate) fn to_error(
         ImageError::Unavailable { .. } => ErrorKind::Unavailable,
         ImageError::File(file) => file_kind(file),
         ImageError::Inner(inner) => inner.kind(),
-        // Whoever waits again starts a new download.
-        ImageError::Abandoned => ErrorKind::Unavailable,
+        // Whoever asks again starts anew.
+        ImageError::Abandoned | ImageError::Vanished => ErrorKind::Unavailable,
         ImageError::Internal(_) => ErrorKind::Internal,
     };
     let mut answer = Error::new(kind, operation, object, error.to_string());
@@ -142,6 +146,7 @@ pub(crate) fn to_error(
         | ImageError::NotFound { .. }
         | ImageError::Denied { .. }
         | ImageError::Abandoned
+        | ImageError::Vanished
         | ImageError::Internal(_) => answer,
     }
 }

@@ -51,19 +51,37 @@ impl Puller {
         secrets: Option<Arc<dyn SecretResolver>>,
         reporter: Reporter,
     ) -> Result<(Change, Arc<Entry>, Digest)> {
+        let answer = Arc::clone(&self).pulled(&reference, secrets, reporter).await;
+        if answer.is_err() {
+            let cache = Arc::clone(&self.cache);
+            blocking(move || cache.close_journal(&reference)).await?;
+        }
+        answer
+    }
+
+    async fn pulled(
+        self: Arc<Self>,
+        reference: &ImageRef,
+        secrets: Option<Arc<dyn SecretResolver>>,
+        reporter: Reporter,
+    ) -> Result<(Change, Arc<Entry>, Digest)> {
         let (cache, wanted) = (Arc::clone(&self.cache), reference.clone());
         let before = blocking(move || cache.cached(&wanted)).await?.map(|(record, _)| record);
         for _ in 0..ROUNDS {
-            let resolved = self.resolve(&reference, secrets.clone()).await?;
+            let resolved = self.resolve(reference, secrets.clone()).await?;
             let _pin = self.cache.pin(&resolved.key);
-            self.note(&reference, resolved.job.blobs()).await?;
+            self.note(reference, resolved.job.blobs()).await?;
             let (this, key) = (Arc::clone(&self), resolved.key.clone());
             let seat = self
                 .cache
                 .contents
                 .board(&resolved.key, |reporter| this.build(key, resolved.job, reporter));
             let built = seat.wait(|progress| reporter.report(progress.clone())).await;
-            let entry = built.map_err(shared)?;
+            let entry = match built {
+                Ok(entry) => entry,
+                Err(error) if matches!(*error, ImageError::Vanished) => continue,
+                Err(error) => return Err(shared(error)),
+            };
             let record = RefRecord {
                 reference: reference.clone(),
                 digest: resolved.digest,
@@ -78,10 +96,7 @@ impl Puller {
                 return Ok((change, Arc::new(entry), digest));
             }
         }
-        Err(ImageError::unavailable(
-            reference.to_string(),
-            "its content is removed again and again while it is pulled",
-        ))
+        Err(ImageError::Vanished)
     }
 }
 

@@ -367,3 +367,31 @@ async fn a_limit_holds_for_plain_files_before_and_while_they_are_downloaded() {
     assert_eq!(report.removed, [reference]);
     full.got(other.as_str()).await;
 }
+
+#[tokio::test]
+async fn a_pull_and_a_delete_in_turn_never_fail_each_other() {
+    let registry = FakeRegistry::start().await.unwrap();
+    registry.put("turn", "1", &raw_disk(&noise(1, 2000)));
+    let bed = Bed::new();
+    let reference: ImageRef = format!("{}/turn:1", registry.host()).parse().unwrap();
+    let alias: ImageRef = format!("oci://{}/turn:1", registry.host()).parse().unwrap();
+    let deletes = tokio::spawn({
+        let (driver, alias) = (Arc::clone(&bed.driver), alias.clone());
+        async move {
+            for _ in 0..60 {
+                drop(driver.pull(&cx(), &alias).await.unwrap().value);
+                // Refused only while the other reference's pull holds the same content.
+                if let Err(error) = driver.delete(&cx(), &alias).await {
+                    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+                }
+            }
+        }
+    });
+    for _ in 0..60 {
+        drop(bed.driver.pull(&cx(), &reference).await.unwrap().value);
+        if let Err(error) = bed.driver.delete(&cx(), &reference).await {
+            assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+        }
+    }
+    deletes.await.unwrap();
+}

@@ -251,6 +251,15 @@ impl Cache {
         Ok(())
     }
 
+    /// Forgets the journal of a pull that failed and left nothing to go on with.
+    pub(crate) fn close_journal(&self, reference: &ImageRef) -> Result<()> {
+        let blobs = self.read_journal(reference)?;
+        if !blobs.iter().any(|digest| self.partial(digest).exists()) {
+            files::remove_file(&self.journal(reference))?;
+        }
+        Ok(())
+    }
+
     /// What an interrupted pull of a reference was downloading.
     pub(crate) fn read_journal(&self, reference: &ImageRef) -> Result<Vec<Digest>> {
         let bytes = files::read_bounded(&self.journal(reference), MAX_RECORD_BYTES)?;

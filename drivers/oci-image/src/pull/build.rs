@@ -92,9 +92,7 @@ impl Puller {
             }
             Job::Http { url, file } => (vec![self.http(&mut site, url, file).await?], None),
             Job::File { path, file } => (vec![self.file(&mut site, path, file).await?], None),
-            Job::Nothing => {
-                return Err(ImageError::unavailable(key, "it was removed while it was pulled"));
-            }
+            Job::Nothing => return Err(ImageError::Vanished),
         };
         let Site { staging, .. } = site;
         let staging = Arc::try_unwrap(staging)
