@@ -14,7 +14,7 @@
 //! one process wait for each other, and belong into one test one after the other. The runtime needs its time and IO drivers enabled, as `#[tokio::test]` has them, and
 //! must not have its time paused.
 //!
-//! [`reference`] is a driver of all four traits over a host that exists in memory only, with faults, drift and counters:
+//! [`reference`](mod@reference) is a driver of all four traits over a host that exists in memory only, with faults, drift and counters:
 //! it passes the kit, and tests of what is above the drivers use it.
 
 mod bench;
