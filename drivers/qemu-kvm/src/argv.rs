@@ -3,7 +3,7 @@
 use drivers_api::{BootFiles, VmId};
 use serde_json::{Value, json};
 
-use crate::{devices, record::Running};
+use crate::{devices, paths::MONITORS, record::Running};
 
 /// How many PCI Express ports share a slot: the functions of one.
 const PORTS_PER_SLOT: u16 = 8;
@@ -17,7 +17,7 @@ pub(crate) const MAX_PORTS: u16 = (SEED_SLOT - FIRST_SLOT) * PORTS_PER_SLOT;
 /// The numbers of the descriptors that a VMM inherits.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Numbers {
-    pub(crate) qmp: i32,
+    pub(crate) qmp: [i32; MONITORS],
     pub(crate) serial: i32,
     pub(crate) journal: i32,
     /// The kernel or the unified kernel image.
@@ -112,8 +112,10 @@ fn machine(args: &mut Args, vm: VmId, running: &Running) {
 }
 
 fn channels(args: &mut Args, numbers: &Numbers) {
-    args.option("-chardev", format!("socket,id=qmp,server=on,wait=off,fd={}", numbers.qmp));
-    args.option("-mon", "chardev=qmp,mode=control");
+    for (monitor, fd) in numbers.qmp.iter().enumerate() {
+        args.option("-chardev", format!("socket,id=qmp{monitor},server=on,wait=off,fd={fd}"));
+        args.option("-mon", format!("chardev=qmp{monitor},mode=control"));
+    }
     args.option("-add-fd", format!("fd={},set={}", numbers.journal, numbers.journal));
     args.option(
         "-chardev",

@@ -3,6 +3,7 @@
 use std::{
     collections::HashMap,
     sync::{Arc, Mutex, PoisonError},
+    time::Duration,
 };
 
 use drivers_api::{Context, Error, ErrorKind, Result, VmId};
@@ -21,6 +22,9 @@ use crate::{
     record::{self, Accel, Ownership},
     vmm::{self, Found},
 };
+
+/// How long another agent's work on a VM is waited for.
+const LOCK_PATIENCE: Duration = Duration::from_secs(10);
 
 /// What all calls share.
 #[derive(Debug)]
@@ -60,14 +64,14 @@ struct Right {
 
 impl Drop for Right {
     fn drop(&mut self) {
-        // A VM that is not there leaves no lock behind. Removed while held: who opened the old file sees that it is gone.
-        if !self.vm.paths.dir.exists() && !self.vm.paths.run.exists() {
-            if let Err(error) = host::files::remove_file(&self.vm.paths.gate) {
-                tracing::debug!(vm = %self.vm.paths.id, %error, "a lock file stays");
-            }
-            self.inner.forget(&self.vm);
+        // Nothing is done under the lock any more. Who opened the file before sees that it is gone, and opens it anew.
+        if let Err(error) = host::files::remove_file(&self.vm.paths.gate) {
+            tracing::debug!(vm = %self.vm.paths.id, %error, "a lock file stays");
         }
         self.lock = None;
+        if !self.vm.paths.dir.exists() {
+            self.inner.forget(&self.vm);
+        }
     }
 }
 
@@ -78,6 +82,8 @@ pub(crate) enum Held {
     Nothing,
     /// This process holds it.
     Live(Arc<Live>),
+    /// Its process has ended, and what is to be kept of that is being written.
+    Ending(Arc<Live>),
     /// Another process is starting it.
     BeingStarted,
 }
@@ -127,22 +133,20 @@ impl Inner {
         id: VmId,
     ) -> Result<Op> {
         let vm = self.vm(id);
-        let turn = async { Ok(Arc::clone(&vm.gate).lock_owned().await) };
-        let turn = bounded(cx, operation, label(id), turn).await?;
-        let (inner, held) = (Arc::clone(self), Arc::clone(&vm));
-        let right = blocking(operation, move || {
-            let lock = FileLock::try_exclusive(&held.paths.gate).map_err(|error| match error {
-                LockError::Held { .. } => {
-                    let reason = error.to_string();
-                    Error::new(ErrorKind::Unavailable, operation, label(id), reason)
-                        .with_remedy("another agent works on it: run one per host")
-                }
-                LockError::File(error) => error.into_error(operation, label(id)),
-            })?;
-            Ok(Right { vm: held, inner, lock: Some(lock), _turn: turn })
-        });
-        let right = right.await?;
-        Ok(Op { inner: Arc::clone(self), vm, _right: Arc::new(right) })
+        let work = async {
+            let turn = Arc::clone(&vm.gate).lock_owned().await;
+            let lock = lock(&vm.paths, operation).await?;
+            let (inner, held) = (Arc::clone(self), Arc::clone(&vm));
+            let right = Right { vm: held, inner, lock: Some(lock), _turn: turn };
+            let op = Op { inner: Arc::clone(self), vm: Arc::clone(&vm), _right: Arc::new(right) };
+            // An end that is being written down is waited for, so that no call works on a VMM that is no more.
+            if let Held::Ending(live) = op.blocking(operation, move |op| op.hold(operation)).await?
+            {
+                live.ended().await;
+            }
+            Ok(op)
+        };
+        bounded(cx, operation, label(id), work).await
     }
 
     /// The VMM of a VM as this process holds it; takes hold of one that is found. Blocking.
@@ -150,7 +154,9 @@ impl Inner {
         let mut live = vm.live.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(found) = &*live {
             if found.exit().is_none() {
-                return Ok(Held::Live(Arc::clone(found)));
+                let found = Arc::clone(found);
+                let ended = found.pidfd.has_ended();
+                return Ok(if ended { Held::Ending(found) } else { Held::Live(found) });
             }
             *live = None;
         }
@@ -169,6 +175,34 @@ impl Inner {
                 Ok(Held::Live(held))
             }
         }
+    }
+}
+
+/// Waits for the lock that keeps agents apart. The kernel tells nobody when a lock is free, so it is asked again after a
+/// while: another agent is there only while one takes over from the other.
+async fn lock(paths: &VmPaths, operation: &'static str) -> Result<FileLock> {
+    let id = paths.id;
+    let mut wait = Duration::from_millis(2);
+    let mut waited = Duration::ZERO;
+    loop {
+        let gate = paths.gate.clone();
+        let attempt = blocking(operation, move || match FileLock::try_exclusive(&gate) {
+            Ok(lock) => Ok(Ok(lock)),
+            Err(held @ LockError::Held { .. }) => Ok(Err(held)),
+            Err(LockError::File(error)) => Err(error.into_error(operation, label(id))),
+        });
+        match attempt.await? {
+            Ok(lock) => return Ok(lock),
+            Err(held) if waited >= LOCK_PATIENCE => {
+                let reason = held.to_string();
+                return Err(Error::new(ErrorKind::Unavailable, operation, label(id), reason)
+                    .with_remedy("another agent works on it: run one per host"));
+            }
+            Err(_) => {}
+        }
+        tokio::time::sleep(wait).await;
+        waited += wait;
+        wait = (wait * 2).min(Duration::from_millis(50));
     }
 }
 

@@ -70,7 +70,8 @@ impl QemuKvm {
         F: Future<Output = Result<T>>,
     {
         let op = self.inner.op(cx, operation, vm).await?;
-        work(op).await
+        // Every await below may be the last one, so the context ends the work wherever it is.
+        bounded(cx, operation, label(vm), work(op)).await
     }
 }
 
@@ -125,15 +126,9 @@ fn sweep(inner: &Inner) -> Result<()> {
         let paths = VmPaths::new(&config.state_dir, &config.run_dir, id);
         let absent = matches!(record::ownership(&paths, config.node), Ok(Ownership::Absent));
         unless_locked(config, id, || match inner.hold(&inner.vm(id), "open")? {
-            Held::Nothing => {
-                vmm::clear_ended(&paths)?;
-                if absent {
-                    files::remove_file(&paths.gate)
-                        .map_err(|error| error.into_error("open", label(id)))?;
-                }
-                Ok(())
-            }
-            Held::BeingStarted | Held::Live(_) => Ok(()),
+            Held::Nothing if absent || paths.identity().exists() => vmm::clear_ended(&paths),
+            Held::Nothing => Ok(()),
+            Held::BeingStarted | Held::Live(_) | Held::Ending(_) => Ok(()),
         });
     }
     Ok(())
@@ -147,9 +142,7 @@ fn unless_locked(config: &QemuConfig, id: VmId, work: impl FnOnce() -> Result<()
     if let Err(error) = work() {
         tracing::warn!(vm = %id, error = error.chain(), "what an interrupted call left stays");
     }
-    if !paths.dir.exists() && !paths.run.exists() {
-        drop(files::remove_file(&paths.gate));
-    }
+    drop(files::remove_file(&paths.gate));
     drop(lock);
 }
 
@@ -297,7 +290,7 @@ impl Console for QemuKvm {
             let held = blocking(DOING, move || inner.hold(&inner.vm(vm), DOING)).await?;
             match held {
                 Held::Live(live) => live.console.open(history).await,
-                Held::Nothing | Held::BeingStarted => {
+                Held::Nothing | Held::Ending(_) | Held::BeingStarted => {
                     let reason = "the VM does not run";
                     Err(Error::new(ErrorKind::Unavailable, DOING, label(vm), reason)
                         .with_remedy("start the VM, or read its console log"))
@@ -328,7 +321,7 @@ impl Resize for QemuKvm {
         bytes: u64,
     ) -> Result<Change> {
         self.op(cx, "resize disk of", vm, |op| async move {
-            apply::resize::disk(&op, cx, volume, bytes).await
+            apply::resize::disk(&op, volume, bytes).await
         })
         .await
     }

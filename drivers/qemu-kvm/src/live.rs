@@ -71,7 +71,7 @@ impl Live {
     pub(crate) fn new(vmm: Vmm, paths: &VmPaths, hub: &EventHub, log_limit: u64) -> Arc<Self> {
         let Vmm { identity, pidfd, journal } = vmm;
         let running = Running::load(paths).ok().flatten();
-        let journal = journal.or_else(|| adopt_journal(&pidfd, &identity, running.as_ref(), paths));
+        let journal = journal.or_else(|| adopt_journal(&pidfd, running.as_ref(), paths));
         let log = SerialLog::new(paths.serial_log(), log_limit);
         let (console, inputs) = Hub::new(paths.id, paths.serial(), journal, log);
         let pidfd = Arc::new(pidfd);
@@ -148,13 +148,8 @@ impl Live {
     }
 }
 
-fn adopt_journal(
-    pidfd: &PidFd,
-    identity: &Identity,
-    running: Option<&Running>,
-    paths: &VmPaths,
-) -> Option<Journal> {
-    match Journal::adopt(pidfd, identity.pid(), running?.journal_fd) {
+fn adopt_journal(pidfd: &PidFd, running: Option<&Running>, paths: &VmPaths) -> Option<Journal> {
+    match Journal::adopt(pidfd, running?.journal_fd) {
         Ok(journal) => Some(journal),
         Err(error) => {
             tracing::warn!(vm = %paths.id, %error, "the serial console cannot be adopted");
@@ -177,7 +172,7 @@ impl MonitorTask {
         let events = Client::event_channel();
         loop {
             let mut seen = events.subscribe();
-            match Client::connect(&self.paths.qmp(), events.clone()).await {
+            match Client::connect_any(&self.paths.qmp(), &events).await {
                 Ok(client) => {
                     let client = Arc::new(client);
                     self.set.send_replace(Some(Arc::clone(&client)));
@@ -272,7 +267,10 @@ impl EndTask {
         let exit = self.classify(ended);
         let (paths, identity) = (self.paths.clone(), self.identity.clone());
         let cleared = blocking("clear after", move || {
-            if let Err(error) = record::store_exit(&paths, exit) {
+            // `Unseen` is kept since the start, and another agent may have seen more.
+            if exit != Exit::Unseen
+                && let Err(error) = record::store_exit(&paths, exit)
+            {
                 tracing::warn!(vm = %paths.id, %error, "how a VMM ended is not kept");
             }
             keep_last_words(&paths, exit);
@@ -297,9 +295,11 @@ impl EndTask {
         let reason = self.shutdown.lock().unwrap_or_else(PoisonError::into_inner).take();
         // `ShutdownCause` of QEMU's qapi/run-state.json.
         let by_guest = reason.as_deref().is_some_and(|reason| reason.starts_with("guest-"));
+        // Another agent may have asked for it.
+        let requested = self.requested.load(Ordering::SeqCst) || self.paths.requested().exists();
         match ended {
             Ended::Code(0) | Ended::Unseen if by_guest => Exit::GuestShutdown,
-            _ if self.requested.load(Ordering::SeqCst) => Exit::Requested,
+            _ if requested => Exit::Requested,
             Ended::Code(code) => Exit::Code(code),
             Ended::Signal(signal) => Exit::Signal(signal),
             Ended::Unseen => Exit::Unseen,

@@ -116,6 +116,7 @@ pub(crate) async fn status(
     foreigners: Foreign,
 ) -> Result<Option<VmStatus>> {
     let vm = inner.vm(id);
+    let again = Arc::clone(&vm);
     let looking = Arc::clone(inner);
     // Looking for a process may wait for one that is being started, or hang on one that hangs in the kernel; the task goes
     // on then, and finds it for the next call.
@@ -128,10 +129,18 @@ pub(crate) async fn status(
     let seen = joined.map_err(|join| {
         Error::new(ErrorKind::Internal, "look at", label(id), "a task failed").with_source(join)
     })??;
-    let Some((held, disk)) = seen else { return Ok(None) };
+    let Some((mut held, mut disk)) = seen else { return Ok(None) };
+    if let Held::Ending(live) = &held {
+        // A moment later it is known how it ended.
+        drop(tokio::time::timeout(MOMENT, live.ended()).await);
+        let looking = Arc::clone(inner);
+        let seen = blocking("look at", move || self::look(&looking, &again, foreigners)).await?;
+        let Some(found) = seen else { return Ok(None) };
+        (held, disk) = found;
+    }
     host::bound::check(cx, "look at", label(id))?;
     Ok(Some(match held {
-        Held::Nothing => stopped(inner, id, disk),
+        Held::Nothing | Held::Ending(_) => stopped(inner, id, disk),
         Held::BeingStarted => {
             let mut status = stopped(inner, id, disk);
             status.state = VmState::Starting;

@@ -14,7 +14,7 @@
 //! RUN/UUID/vmm             the identity of the VMM's process
 //! RUN/UUID/running.json    what the VMM was started with and what changed since
 //! RUN/UUID/requested       somebody asked for the end of the VMM
-//! RUN/UUID/{qmp,serial}.sock, qemu.log
+//! RUN/UUID/{qmp0…3,serial}.sock, qemu.log
 //! ```
 
 use std::path::{Path, PathBuf};
@@ -25,6 +25,9 @@ use drivers_api::VmId;
 pub(crate) const SOCKET_PATH_MAX: usize = 107;
 /// What this driver adds to `run_dir` for a socket: a slash, a UUID, and the longest name.
 pub(crate) const SOCKET_SUFFIX: usize = 1 + 36 + "/serial.sock".len();
+
+/// How many monitors a VMM has: for the agent, one that takes over while the old one still ends, and people.
+pub(crate) const MONITORS: usize = 4;
 
 /// The prefix of a directory in the making.
 pub(crate) const NEW_PREFIX: &str = ".new-";
@@ -69,6 +72,11 @@ impl VmPaths {
         self.state.join(format!("{prefix}{}-{unique}", self.id))
     }
 
+    /// The directory of all VMs' persistent directories.
+    pub(crate) fn state(&self) -> &Path {
+        &self.state
+    }
+
     pub(crate) fn mark(&self) -> PathBuf {
         self.dir.join("mark.json")
     }
@@ -102,8 +110,9 @@ impl VmPaths {
     pub(crate) fn requested(&self) -> PathBuf {
         self.run.join("requested")
     }
-    pub(crate) fn qmp(&self) -> PathBuf {
-        self.run.join("qmp.sock")
+    /// The sockets of the monitors. Each talks to one client at a time; whoever comes second takes the next.
+    pub(crate) fn qmp(&self) -> [PathBuf; MONITORS] {
+        std::array::from_fn(|number| self.run.join(format!("qmp{number}.sock")))
     }
     pub(crate) fn serial(&self) -> PathBuf {
         self.run.join("serial.sock")

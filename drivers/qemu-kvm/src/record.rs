@@ -104,7 +104,12 @@ pub(crate) fn ownership(paths: &VmPaths, node: HostId) -> Result<Ownership, Reco
     match std::fs::symlink_metadata(&paths.dir) {
         Ok(found) if found.is_dir() => {}
         Ok(_) => return Ok(Ownership::Foreign("it is no directory".to_owned())),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Ownership::Absent),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            // Absent was seen only where the directory that would hold it is there.
+            let state = paths.state();
+            std::fs::metadata(state).map_err(FileError::of("look into", state))?;
+            return Ok(Ownership::Absent);
+        }
         Err(error) => return Err(FileError::of("look at", &paths.dir)(error).into()),
     }
     match load::<MarkFile>(&paths.mark()) {

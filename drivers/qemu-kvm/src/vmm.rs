@@ -145,8 +145,8 @@ pub(crate) fn clear_ended(paths: &VmPaths) -> Result<()> {
     for path in [paths.running(), paths.requested(), paths.qemu_log(), paths.identity()] {
         files::remove_file(&path).map_err(fail)?;
     }
-    for path in [paths.qmp(), paths.serial()] {
-        remove_socket(&path, paths.id, "clear after")?;
+    for path in paths.qmp().iter().chain([&paths.serial()]) {
+        remove_socket(path, paths.id, "clear after")?;
     }
     match std::fs::remove_dir(&paths.run) {
         Ok(()) => Ok(()),
@@ -178,11 +178,11 @@ pub(crate) fn launch(config: &QemuConfig, paths: &VmPaths, mut running: Running)
     files::private_dir(&paths.run).map_err(file_error)?;
     let lock = take_lock(paths)?;
     let mut daemon = Daemon::new(&config.qemu);
-    let mut numbers = Numbers {
-        qmp: daemon.pass(listen(&paths.qmp(), vm)?),
-        serial: daemon.pass(listen(&paths.serial(), vm)?),
-        ..Numbers::default()
-    };
+    let mut numbers = Numbers::default();
+    for (number, socket) in numbers.qmp.iter_mut().zip(paths.qmp()) {
+        *number = daemon.pass(listen(&socket, vm)?);
+    }
+    numbers.serial = daemon.pass(listen(&paths.serial(), vm)?);
     let (journal, fd) = Journal::create(journal::CAPACITY)
         .map_err(|error| io_error(vm, "cannot make the serial journal", error))?;
     // QEMU closes the number that `-add-fd` names. A later agent takes the journal by this one, which QEMU does not know.

@@ -20,7 +20,7 @@ pub(crate) async fn delete(op: &Op, cx: &Context) -> Result<Change> {
     if there {
         // Without a record too: a VMM may have been started before it was damaged.
         match op.blocking("delete", |op| op.hold("delete")).await? {
-            Held::Nothing => {}
+            Held::Nothing | Held::Ending(_) => {}
             Held::BeingStarted => return Err(vmm::being_started("delete", op.id())),
             Held::Live(live) => power::end(op, cx, "delete", &live).await?,
         }

@@ -4,7 +4,7 @@ use drivers_api::{Change, Context, DiskSpec, Error, ErrorKind, Result, VolumeId}
 use host::{bound::check, fault};
 
 use super::{
-    Known, command_limit, keep, keep_running, monitor, need, qmp_error,
+    COMMAND, Known, keep, keep_running, monitor, need, qmp_error,
     unplug::{Unplugged, unplug},
 };
 use crate::{
@@ -39,8 +39,8 @@ pub(crate) async fn attach(op: &Op, cx: &Context, disk: &DiskSpec) -> Result<Cha
         }
         return Ok(recorded);
     };
-    let client = monitor(op, cx, DOING, &live).await?;
-    let ids = client.device_ids(command_limit(cx)).await.map_err(|e| qmp_error(op, DOING, e))?;
+    let client = monitor(op, DOING, &live).await?;
+    let ids = client.device_ids(COMMAND).await.map_err(|e| qmp_error(op, DOING, e))?;
     let there = ids.contains(&devices::disk_id(disk.volume_uuid));
     if known && there {
         return Ok(Change::Unchanged);
@@ -53,7 +53,7 @@ pub(crate) async fn attach(op: &Op, cx: &Context, disk: &DiskSpec) -> Result<Cha
     if there {
         return Ok(Change::Changed);
     }
-    let plugged = plug(op, cx, &client, &record, running, disk).await;
+    let plugged = plug(op, &client, &record, running, disk).await;
     if let (Err(error), Some(before)) = (&plugged, before)
         && error.kind() != ErrorKind::UnknownOutcome
     {
@@ -112,7 +112,6 @@ fn check_against(
 /// Plugs a disk into a running VM.
 async fn plug(
     op: &Op,
-    cx: &Context,
     client: &Client,
     record: &VmRecord,
     mut running: Running,
@@ -127,10 +126,9 @@ async fn plug(
     }
     let node = devices::node_name(disk.volume_uuid);
     let fail = |error| qmp_error(op, DOING, error);
-    let limit = || command_limit(cx);
-    let nodes = client.block_nodes(limit()).await.map_err(fail)?;
+    let nodes = client.block_nodes(COMMAND).await.map_err(fail)?;
     if !nodes.iter().any(|found| found.name.as_deref() == Some(node.as_str())) {
-        let opened = client.blockdev_add(devices::blockdev(disk)?, limit()).await;
+        let opened = client.blockdev_add(devices::blockdev(disk)?, COMMAND).await;
         if let Err(error) = opened {
             forget(op, DOING, running, disk.volume_uuid).await?;
             return Err(fail(error));
@@ -138,15 +136,15 @@ async fn plug(
         fault::point("qemu.attach-disk.opened")?;
     }
     for device in devices::disk_devices(&entry) {
-        if let Err(error) = client.device_add(device, limit()).await {
+        if let Err(error) = client.device_add(device, COMMAND).await {
             if error.is_open() {
                 return Err(fail(error));
             }
             let error = fail(error);
             // A controller that was added before its disk goes too; what is not there is no matter.
             let id = devices::disk_id(disk.volume_uuid);
-            drop(client.device_del(&id, limit()).await);
-            drop(client.blockdev_del(&node, limit()).await);
+            drop(client.device_del(&id, COMMAND).await);
+            drop(client.blockdev_del(&node, COMMAND).await);
             forget(op, DOING, running, disk.volume_uuid).await?;
             return Err(error);
         }
@@ -195,9 +193,9 @@ async fn pull(
     volume: VolumeId,
 ) -> Result<Change> {
     const DOING: &str = "detach disk from";
-    let client = monitor(op, cx, DOING, live).await?;
+    let client = monitor(op, DOING, live).await?;
     let id = devices::disk_id(volume);
-    let ids = client.device_ids(command_limit(cx)).await.map_err(|e| qmp_error(op, DOING, e))?;
+    let ids = client.device_ids(COMMAND).await.map_err(|e| qmp_error(op, DOING, e))?;
     if ids.contains(&id) {
         set_detaching(op, &mut running, volume, true).await?;
         fault::point("qemu.detach-disk.marked")?;
@@ -211,7 +209,7 @@ async fn pull(
     }
     if live.exit().is_none() {
         let node = devices::node_name(volume);
-        match client.blockdev_del(&node, command_limit(cx)).await {
+        match client.blockdev_del(&node, COMMAND).await {
             Ok(()) => {}
             Err(error) if error.is_absent() => {}
             Err(_) if live.exit().is_some() => {}

@@ -11,9 +11,6 @@ pub(crate) mod whole;
 
 use std::{sync::Arc, time::Duration};
 
-use drivers_api::{Context, Error, ErrorKind, Result};
-use host::bound::remaining;
-
 use crate::{
     driver::{Held, Op},
     error::{label, no_such_vm, silent},
@@ -21,14 +18,10 @@ use crate::{
     qmp::{Client, QmpError},
     record::{RecordError, Running, VmRecord},
 };
+use drivers_api::{Error, ErrorKind, Result};
 
-/// How long a monitor may take for one command, where the context allows more.
+/// How long a monitor may take for one command. The context ends the whole call before, where it allows less.
 pub(crate) const COMMAND: Duration = Duration::from_secs(10);
-
-/// How long one command may take under a context.
-pub(crate) fn command_limit(cx: &Context) -> Duration {
-    remaining(cx).map_or(COMMAND, |left| left.min(COMMAND))
-}
 
 /// A VM that is there: its record, and what it runs as.
 pub(crate) struct Known {
@@ -46,7 +39,7 @@ pub(crate) fn known(op: &Op, operation: &'static str) -> Result<Option<Known>> {
     let record = VmRecord::load(op.paths()).map_err(as_error)?;
     let Some(record) = record else { return Ok(None) };
     let live = match op.hold(operation)? {
-        Held::Nothing => None,
+        Held::Nothing | Held::Ending(_) => None,
         Held::BeingStarted => return Err(crate::vmm::being_started(operation, op.id())),
         Held::Live(live) => {
             let running = Running::load(op.paths()).map_err(as_error)?;
@@ -68,15 +61,8 @@ pub(crate) async fn need(op: &Op, operation: &'static str) -> Result<Known> {
 }
 
 /// The monitor of a running VM.
-pub(crate) async fn monitor(
-    op: &Op,
-    cx: &Context,
-    operation: &'static str,
-    live: &Live,
-) -> Result<Arc<Client>> {
-    live.client(command_limit(cx))
-        .await
-        .map_err(|_| silent(operation, op.id(), live.identity.pid()))
+pub(crate) async fn monitor(op: &Op, operation: &'static str, live: &Live) -> Result<Arc<Client>> {
+    live.client(COMMAND).await.map_err(|_| silent(operation, op.id(), live.identity.pid()))
 }
 
 /// A failed command as an error of the contract.

@@ -4,7 +4,7 @@ use drivers_api::{Change, Context, Error, ErrorKind, IfName, NicHandle, Result};
 use host::{bound::check, fault};
 
 use super::{
-    Known, command_limit, keep, keep_running, monitor, need, qmp_error,
+    COMMAND, Known, keep, keep_running, monitor, need, qmp_error,
     unplug::{Unplugged, unplug},
 };
 use crate::{
@@ -37,8 +37,8 @@ pub(crate) async fn attach(op: &Op, cx: &Context, nic: &NicHandle) -> Result<Cha
         }
         return Ok(Change::changed_if(!known));
     };
-    let client = monitor(op, cx, DOING, &live).await?;
-    let ids = client.device_ids(command_limit(cx)).await.map_err(|e| qmp_error(op, DOING, e))?;
+    let client = monitor(op, DOING, &live).await?;
+    let ids = client.device_ids(COMMAND).await.map_err(|e| qmp_error(op, DOING, e))?;
     let there = ids.contains(&devices::nic_id(nic));
     if known && there {
         return Ok(Change::Unchanged);
@@ -50,7 +50,7 @@ pub(crate) async fn attach(op: &Op, cx: &Context, nic: &NicHandle) -> Result<Cha
     if there {
         return Ok(Change::Changed);
     }
-    let plugged = plug(op, cx, &client, &record, running, nic).await;
+    let plugged = plug(op, &client, &record, running, nic).await;
     if let (Err(error), Some(before)) = (&plugged, before)
         && error.kind() != ErrorKind::UnknownOutcome
     {
@@ -104,7 +104,6 @@ fn check_against(
 /// Plugs a NIC into a running VM.
 async fn plug(
     op: &Op,
-    cx: &Context,
     client: &Client,
     record: &VmRecord,
     mut running: Running,
@@ -114,9 +113,8 @@ async fn plug(
     let Some(entry) = find(&record.devices.nics, &nic.device).cloned() else { return Ok(()) };
     let id = devices::nic_id(nic);
     let fail = |error| qmp_error(op, DOING, error);
-    let limit = || command_limit(cx);
     // A back-end without its device was left by a crash, and holds the tap.
-    match client.netdev_del(&id, limit()).await {
+    match client.netdev_del(&id, COMMAND).await {
         Err(error) if error.is_open() => return Err(fail(error)),
         Ok(()) | Err(_) => {}
     }
@@ -130,11 +128,11 @@ async fn plug(
     let vhost_name = vhost.as_ref().map(|_| format!("{id}-vhost"));
     let work = async {
         if let (Some(vhost), Some(name)) = (vhost, &vhost_name) {
-            client.getfd(name, vhost.into(), limit()).await?;
+            client.getfd(name, vhost.into(), COMMAND).await?;
         }
-        client.getfd(&id, tap.into(), limit()).await?;
-        client.netdev_add(devices::netdev(nic, &id, vhost_name.as_deref()), limit()).await?;
-        client.device_add(devices::nic_device(&entry), limit()).await
+        client.getfd(&id, tap.into(), COMMAND).await?;
+        client.netdev_add(devices::netdev(nic, &id, vhost_name.as_deref()), COMMAND).await?;
+        client.device_add(devices::nic_device(&entry), COMMAND).await
     };
     match work.await {
         Ok(()) => fault::point("qemu.attach-nic.plugged"),
@@ -142,7 +140,7 @@ async fn plug(
         Err(error) => {
             let error = fail(error);
             // What is not there is no matter.
-            drop(client.netdev_del(&id, limit()).await);
+            drop(client.netdev_del(&id, COMMAND).await);
             forget(op, DOING, running, &nic.device).await?;
             Err(error)
         }
@@ -186,9 +184,9 @@ async fn pull(
     nic: &NicHandle,
 ) -> Result<Change> {
     const DOING: &str = "detach NIC from";
-    let client = monitor(op, cx, DOING, live).await?;
+    let client = monitor(op, DOING, live).await?;
     let id = devices::nic_id(nic);
-    let ids = client.device_ids(command_limit(cx)).await.map_err(|e| qmp_error(op, DOING, e))?;
+    let ids = client.device_ids(COMMAND).await.map_err(|e| qmp_error(op, DOING, e))?;
     if ids.contains(&id) {
         set_detaching(op, &mut running, &nic.device, true).await?;
         fault::point("qemu.detach-nic.marked")?;
@@ -201,7 +199,7 @@ async fn pull(
         fault::point("qemu.detach-nic.unplugged")?;
     }
     if live.exit().is_none() {
-        match client.netdev_del(&id, command_limit(cx)).await {
+        match client.netdev_del(&id, COMMAND).await {
             Ok(()) => {}
             Err(error) if error.is_absent() => {}
             Err(_) if live.exit().is_some() => {}

@@ -6,14 +6,11 @@ use std::{
 };
 
 use drivers_api::{Change, Context, Error, ErrorKind, Exit, Result};
-use host::{
-    bound::{bounded, remaining},
-    fault,
-};
+use host::{bound::bounded, fault};
 use rustix::process::Signal;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::{Known, command_limit, monitor, need, qmp_error};
+use super::{COMMAND, Known, monitor, need, qmp_error};
 use crate::{
     accel, argv, boot,
     driver::{Held, Op},
@@ -66,19 +63,18 @@ pub(crate) async fn start(op: &Op, cx: &Context) -> Result<Change> {
 
 /// Makes the guest of a VMM run.
 async fn resume(op: &Op, cx: &Context, live: &Arc<Live>) -> Result<Change> {
-    let greeting = remaining(cx).map_or(GREETING, |left| left.min(GREETING));
-    let Ok(client) = live.client(greeting).await else {
+    let Ok(client) = live.client(GREETING).await else {
         host::bound::check(cx, "start", label(op.id()))?;
         let silent = silent("start", op.id(), live.identity.pid());
         return ended_meanwhile(op, live, silent).await;
     };
     let fail = |error| qmp_error(op, "start", error);
     let work = async {
-        let state = client.query_status(command_limit(cx)).await.map_err(fail)?;
+        let state = client.query_status(COMMAND).await.map_err(fail)?;
         match state {
             RunState::Running | RunState::Suspended => return Ok(Change::Unchanged),
             RunState::InternalError | RunState::GuestPanicked | RunState::Shutdown => {
-                client.reset(command_limit(cx)).await.map_err(fail)?;
+                client.reset(COMMAND).await.map_err(fail)?;
             }
             RunState::Prelaunch
             | RunState::Inmigrate
@@ -89,9 +85,9 @@ async fn resume(op: &Op, cx: &Context, live: &Arc<Live>) -> Result<Change> {
         }
         live.console.prepare().await?;
         fault::point("qemu.start.ready")?;
-        client.cont(command_limit(cx)).await.map_err(fail)?;
+        client.cont(COMMAND).await.map_err(fail)?;
         fault::point("qemu.start.continued")?;
-        let state = client.query_status(command_limit(cx)).await.map_err(fail)?;
+        let state = client.query_status(COMMAND).await.map_err(fail)?;
         if matches!(state, RunState::Running | RunState::Suspended | RunState::Shutdown) {
             return Ok(Change::Changed);
         }
@@ -151,7 +147,7 @@ async fn running(op: &Op, operation: &'static str) -> Result<Option<Arc<Live>>> 
             return Ok(None);
         }
         match op.hold(operation)? {
-            Held::Nothing => {
+            Held::Nothing | Held::Ending(_) => {
                 vmm::clear_ended(op.paths())?;
                 Ok(None)
             }
@@ -245,7 +241,7 @@ pub(crate) async fn reboot(op: &Op, cx: &Context, grace: Duration) -> Result<Cha
         // The guest shut down in order; a new VMM takes a changed spec along.
         return start(op, cx).await.map(|_| Change::Changed);
     }
-    let client = monitor(op, cx, "reboot", &live).await?;
-    client.reset(command_limit(cx)).await.map_err(|error| qmp_error(op, "reboot", error))?;
+    let client = monitor(op, "reboot", &live).await?;
+    client.reset(COMMAND).await.map_err(|error| qmp_error(op, "reboot", error))?;
     resume(op, cx, &live).await.map(|_| Change::Changed)
 }

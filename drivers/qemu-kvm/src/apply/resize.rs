@@ -1,14 +1,14 @@
 //! A disk that has grown.
 
-use drivers_api::{Change, Context, Error, ErrorKind, Result, VolumeId};
+use drivers_api::{Change, Error, ErrorKind, Result, VolumeId};
 
-use super::{Known, command_limit, monitor, need, qmp_error};
+use super::{COMMAND, Known, monitor, need, qmp_error};
 use crate::{devices, driver::Op, error::label};
 
 const DOING: &str = "resize disk of";
 
 /// Tells the guest that a disk has grown.
-pub(crate) async fn disk(op: &Op, cx: &Context, volume: VolumeId, bytes: u64) -> Result<Change> {
+pub(crate) async fn disk(op: &Op, volume: VolumeId, bytes: u64) -> Result<Change> {
     let Known { record, live } = need(op, DOING).await?;
     let has = |disks: &[crate::record::DiskEntry]| {
         disks.iter().any(|entry| entry.disk.volume_uuid == volume)
@@ -20,10 +20,10 @@ pub(crate) async fn disk(op: &Op, cx: &Context, volume: VolumeId, bytes: u64) ->
     if !has(&running.devices.disks) {
         return Err(absent());
     }
-    let client = monitor(op, cx, DOING, &live).await?;
+    let client = monitor(op, DOING, &live).await?;
     let fail = |error| qmp_error(op, DOING, error);
     let node = devices::node_name(volume);
-    let nodes = client.block_nodes(command_limit(cx)).await.map_err(fail)?;
+    let nodes = client.block_nodes(COMMAND).await.map_err(fail)?;
     let found = nodes.iter().find(|found| found.name.as_deref() == Some(node.as_str()));
     let has = found.ok_or_else(absent)?.image.virtual_size;
     if bytes == has {
@@ -35,6 +35,6 @@ pub(crate) async fn disk(op: &Op, cx: &Context, volume: VolumeId, bytes: u64) ->
             Error::new(ErrorKind::InvalidSpec, DOING, label(op.id()), reason).with_field("bytes")
         );
     }
-    client.block_resize(&node, bytes, command_limit(cx)).await.map_err(fail)?;
+    client.block_resize(&node, bytes, COMMAND).await.map_err(fail)?;
     Ok(Change::Changed)
 }

@@ -6,7 +6,7 @@ use drivers_api::{Context, Error, ErrorKind, Result};
 use host::bound::bounded;
 use tokio::{sync::broadcast::error::RecvError, time::sleep};
 
-use super::{command_limit, qmp_error};
+use super::{COMMAND, qmp_error};
 use crate::{
     driver::Op,
     error::label,
@@ -41,7 +41,7 @@ pub(crate) async fn unplug(
         tokio::select! {
             // The VMM ended: so did the device.
             _ = live.ended() => Ok(Unplugged::Gone),
-            answer = insist(cx, client, id) => {
+            answer = insist(client, id) => {
                 answer.map_err(|error| qmp_error(op, operation, error))
             }
             () = sleep(PATIENCE), if cx.deadline().is_none() => {
@@ -61,15 +61,11 @@ pub(crate) async fn unplug(
     })
 }
 
-async fn insist(
-    cx: &Context,
-    client: &Client,
-    id: &str,
-) -> std::result::Result<Unplugged, QmpError> {
+async fn insist(client: &Client, id: &str) -> std::result::Result<Unplugged, QmpError> {
     // Before the request, so that no answer is missed.
     let mut events = client.events();
     loop {
-        match client.device_del(id, command_limit(cx)).await {
+        match client.device_del(id, COMMAND).await {
             Ok(()) => {}
             Err(error) if error.is_absent() => return Ok(Unplugged::Gone),
             // "already in the process of unplug", or the guest is not ready: the events decide.
@@ -89,7 +85,7 @@ async fn insist(
                     },
                     Ok(_) => {}
                     Err(RecvError::Lagged(_)) => {
-                        if !client.device_ids(command_limit(cx)).await?.contains(id) {
+                        if !client.device_ids(COMMAND).await?.contains(id) {
                             return Ok(Unplugged::Gone);
                         }
                     }

@@ -58,7 +58,7 @@ fn record(op: &Op, spec: &InstanceSpec) -> Result<(Change, Option<Running>)> {
     let had = had.map(|record| record.devices).unwrap_or_default();
     let held = if there { op.hold("ensure")? } else { Held::Nothing };
     let running = match held {
-        Held::Nothing => None,
+        Held::Nothing | Held::Ending(_) => None,
         Held::BeingStarted => return Err(crate::vmm::being_started("ensure", op.id())),
         Held::Live(_) => Running::load(op.paths()).map_err(as_error)?,
     };

@@ -50,7 +50,7 @@ fn running(name: &str, path: &str, files: Option<BootFiles>) -> Running {
 
 fn argv(running: &Running) -> Vec<String> {
     let numbers = Numbers {
-        qmp: 3,
+        qmp: [3, 13, 14, 15],
         serial: 4,
         journal: 5,
         kernel: running.spec.boot.files.is_some().then_some(6),

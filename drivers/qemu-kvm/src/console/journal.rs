@@ -16,6 +16,7 @@ use std::{
     },
 };
 
+use crate::ofd;
 use host::process::PidFd;
 use rustix::{
     fs::{MemfdFlags, OFlags, SealFlags, fcntl_add_seals, fcntl_getfl, fcntl_setfl, memfd_create},
@@ -39,6 +40,8 @@ pub(crate) struct Journal {
     /// Up to where everything was read.
     read_at: u64,
     capacity: u64,
+    /// Whether this is the one agent that reads: it holds the lock of the memory file.
+    reads: bool,
 }
 
 /// What was read.
@@ -60,31 +63,44 @@ impl Journal {
             File::options().write(true).open(format!("/proc/self/fd/{}", memory.as_raw_fd()))?;
         (&shared).seek(SeekFrom::Start(HEADER))?;
         let for_qemu = OwnedFd::from(shared.try_clone()?);
-        let mut journal = Self { shared, memory, read_at: HEADER, capacity };
+        let mut journal = Self { shared, memory, read_at: HEADER, capacity, reads: false };
         journal.commit()?;
+        journal.reads = ofd::try_hold(&journal.memory)?;
         Ok((journal, for_qemu))
     }
 
     /// The journal of a VMM that another agent started, from its descriptor number there.
-    pub(crate) fn adopt(pidfd: &PidFd, pid: u32, number: i32) -> io::Result<Self> {
+    pub(crate) fn adopt(pidfd: &PidFd, number: i32) -> io::Result<Self> {
         let shared = File::from(pidfd_getfd(pidfd, number, PidfdGetfdFlags::empty())?);
-        let memory = File::open(format!("/proc/self/fd/{}", shared.as_raw_fd()))
-            .or_else(|_| File::open(format!("/proc/{pid}/fd/{number}")))?;
+        let memory = File::options()
+            .read(true)
+            .write(true)
+            .open(format!("/proc/self/fd/{}", shared.as_raw_fd()))?;
         let length = memory.metadata()?.len();
         let capacity =
             length.checked_sub(HEADER).filter(|capacity| *capacity > MARGIN).ok_or_else(|| {
                 io::Error::new(io::ErrorKind::InvalidData, "the descriptor is no serial journal")
             })?;
-        let mut word = [0; 8];
-        memory.read_exact_at(&mut word, 0)?;
-        let mut journal = Self { shared, memory, read_at: u64::from_le_bytes(word), capacity };
-        let end = journal.position()?;
-        if !(HEADER..=end).contains(&journal.read_at) {
-            // The agent was killed between moving the position back and writing the header.
-            journal.read_at = end;
-        }
+        let mut journal = Self { shared, memory, read_at: HEADER, capacity, reads: false };
         journal.stop_appending()?;
+        journal.take_over()?;
         Ok(journal)
+    }
+
+    /// Becomes the reader, where no other agent is: from where the last one was.
+    fn take_over(&mut self) -> io::Result<bool> {
+        if self.reads {
+            return Ok(true);
+        }
+        self.reads = ofd::try_hold(&self.memory)?;
+        if self.reads {
+            let mut word = [0; 8];
+            self.memory.read_exact_at(&mut word, 0)?;
+            let (read_at, end) = (u64::from_le_bytes(word), self.position()?);
+            // Beyond the end: the last reader was killed between moving the position back and writing the header.
+            self.read_at = if (HEADER..=end).contains(&read_at) { read_at } else { end };
+        }
+        Ok(self.reads)
     }
 
     /// Has QEMU write at the shared position. It opens its log for appending, which would be the end of the file; done
@@ -100,6 +116,9 @@ impl Journal {
 
     /// Takes what QEMU has written since the last time.
     pub(crate) fn drain(&mut self) -> io::Result<Drained> {
+        if !self.take_over()? {
+            return Ok(Drained::default());
+        }
         let end = self.position()?.min(HEADER + self.capacity);
         let mut drained = Drained::default();
         self.take(end, &mut drained.bytes)?;
@@ -134,10 +153,7 @@ impl Journal {
 
     /// Writes down that what was drained is kept elsewhere now.
     pub(crate) fn commit(&mut self) -> io::Result<()> {
-        self.memory.write_all_at(&self.read_at.to_le_bytes(), 0).or_else(|_| {
-            // An adopted journal's memory is open for reading only; writing goes by the other descriptor.
-            self.shared.write_all_at(&self.read_at.to_le_bytes(), 0)
-        })
+        self.memory.write_all_at(&self.read_at.to_le_bytes(), 0)
     }
 }
 
@@ -217,7 +233,7 @@ mod tests {
         // This process plays the VMM.
         let me = host::process::Identity::of(std::process::id()).unwrap();
         let pidfd = me.open().unwrap().unwrap();
-        let mut adopted = Journal::adopt(&pidfd, me.pid(), qemu.as_raw_fd()).unwrap();
+        let mut adopted = Journal::adopt(&pidfd, qemu.as_raw_fd()).unwrap();
         assert_eq!(adopted.drain().unwrap().bytes, b"two");
         adopted.commit().unwrap();
         qemu.write_all(b"three").unwrap();

@@ -5,7 +5,7 @@ use std::{
     io::{self, IoSlice},
     mem::MaybeUninit,
     os::fd::{AsFd, OwnedFd},
-    path::Path,
+    path::{Path, PathBuf},
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -20,7 +20,7 @@ use tokio::{
     io::{AsyncRead, AsyncReadExt, Interest},
     net::{UnixStream, unix::OwnedWriteHalf},
     sync::{broadcast, mpsc, oneshot, watch},
-    task::AbortHandle,
+    task::{AbortHandle, JoinSet},
 };
 
 use super::types::{
@@ -33,6 +33,9 @@ const MAX_MESSAGE: usize = 4 << 20;
 const MAX_PENDING: usize = 64;
 /// How many events a waiter may fall behind.
 const EVENT_BACKLOG: usize = 256;
+
+/// How much later than a monitor the next one is tried. An idle one greets within a millisecond.
+const STAGGER: Duration = Duration::from_millis(30);
 
 type Pending = Arc<Mutex<HashMap<u64, oneshot::Sender<Result<Value, Refusal>>>>>;
 
@@ -79,6 +82,34 @@ impl Client {
             .await
             .map_err(|source| QmpError::Io { doing: "connect", source })?;
         Self::negotiate(stream, events).await
+    }
+
+    /// As [`Client::connect`], by the first of several monitors that greets. One that talks to somebody else does not; the
+    /// next is tried beside it after a moment.
+    pub(crate) async fn connect_any(
+        paths: &[PathBuf],
+        events: &broadcast::Sender<Event>,
+    ) -> Result<Self, QmpError> {
+        let mut attempts = JoinSet::new();
+        let mut later = Duration::ZERO;
+        for path in paths {
+            let (path, events, wait) = (path.clone(), events.clone(), later);
+            attempts.spawn(async move {
+                tokio::time::sleep(wait).await;
+                Self::connect(&path, events).await
+            });
+            later += STAGGER;
+        }
+        let mut last = QmpError::Closed;
+        while let Some(attempt) = attempts.join_next().await {
+            match attempt {
+                Ok(Ok(client)) => return Ok(client),
+                Ok(Err(error)) => last = error,
+                // The runtime ends.
+                Err(_) => {}
+            }
+        }
+        Err(last)
     }
 
     async fn negotiate(

@@ -14,11 +14,11 @@ use drivers_api::{
 };
 use tokio::time::{Instant, timeout};
 
-pub const NODE: &str = "0d9e8f7a-6b5c-4d3e-8f2a-1b0c9d8e7f6a";
+pub(crate) const NODE: &str = "0d9e8f7a-6b5c-4d3e-8f2a-1b0c9d8e7f6a";
 
-pub struct Bed {
-    pub dir: tempfile::TempDir,
-    pub kernel: PathBuf,
+pub(crate) struct Bed {
+    pub(crate) dir: tempfile::TempDir,
+    pub(crate) kernel: PathBuf,
 }
 
 impl Drop for Bed {
@@ -28,13 +28,13 @@ impl Drop for Bed {
 }
 
 impl Bed {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let dir = tempfile::Builder::new().prefix("bcd-qemu-").tempdir().unwrap();
         let kernel = testbed::guest::tiny(dir.path()).unwrap();
         Self { dir, kernel }
     }
 
-    pub fn config(&self) -> QemuConfig {
+    pub(crate) fn config(&self) -> QemuConfig {
         let mut config = QemuConfig::new(
             NODE.parse().unwrap(),
             "test",
@@ -45,19 +45,19 @@ impl Bed {
         config
     }
 
-    pub async fn driver(&self) -> QemuKvm {
+    pub(crate) async fn driver(&self) -> QemuKvm {
         QemuKvm::open(self.config()).await.unwrap()
     }
 
-    pub fn state(&self, vm: VmId) -> PathBuf {
+    pub(crate) fn state(&self, vm: VmId) -> PathBuf {
         self.dir.path().join("state").join(vm.to_string())
     }
 
-    pub fn run(&self, vm: VmId) -> PathBuf {
+    pub(crate) fn run(&self, vm: VmId) -> PathBuf {
         self.dir.path().join("run").join(vm.to_string())
     }
 
-    pub fn spec(&self, vm: VmId, mode: &str) -> VmSpec {
+    pub(crate) fn spec(&self, vm: VmId, mode: &str) -> VmSpec {
         let kernel = self.kernel.to_str().unwrap().parse().unwrap();
         let files = BootFiles::Kernel { kernel, initrd: None };
         let mut boot = BootSpec::new(BootKind::DirectLinux, "tiny".to_owned(), Some(files));
@@ -66,7 +66,7 @@ impl Bed {
         VmSpec::new(vm, format!("test {mode}").parse().unwrap(), cpus, memory, boot)
     }
 
-    pub fn disk(&self, number: u8) -> DiskSpec {
+    pub(crate) fn disk(&self, number: u8) -> DiskSpec {
         let path = self.dir.path().join(format!("disk-{number}.raw"));
         if !path.exists() {
             std::fs::File::create(&path).unwrap().set_len(8 << 20).unwrap();
@@ -77,7 +77,7 @@ impl Bed {
     }
 
     /// A VM that runs, and whose guest is ready.
-    pub async fn running(&self, driver: &QemuKvm, vm: VmId, mode: &str) -> VmStatus {
+    pub(crate) async fn running(&self, driver: &QemuKvm, vm: VmId, mode: &str) -> VmStatus {
         let cx = within(30);
         assert_eq!(driver.create_vm(&cx, &self.spec(vm, mode)).await.unwrap(), Change::Created);
         assert_eq!(driver.start_vm(&cx, vm).await.unwrap(), Change::Changed);
@@ -86,33 +86,33 @@ impl Bed {
     }
 
     /// The VMMs of this bed.
-    pub fn vmms(&self) -> Vec<u32> {
+    pub(crate) fn vmms(&self) -> Vec<u32> {
         testbed::guest::vmms_below(self.dir.path())
     }
 }
 
-pub fn vm(number: u8) -> VmId {
+pub(crate) fn vm(number: u8) -> VmId {
     format!("3f2b8c1e-9a4d-4e6f-8b7a-1c2d3e4f5a{number:02x}").parse().unwrap()
 }
 
-pub fn volume(number: u8) -> drivers_api::VolumeId {
+pub(crate) fn volume(number: u8) -> drivers_api::VolumeId {
     format!("aaaaaaaa-9a4d-4e6f-8b7a-1c2d3e4f5a{number:02x}").parse().unwrap()
 }
 
-pub fn within(seconds: u64) -> Context {
+pub(crate) fn within(seconds: u64) -> Context {
     Context::new().with_deadline((Instant::now() + Duration::from_secs(seconds)).into_std())
 }
 
-pub async fn status(driver: &QemuKvm, vm: VmId) -> VmStatus {
+pub(crate) async fn status(driver: &QemuKvm, vm: VmId) -> VmStatus {
     driver.get(&within(10), vm).await.unwrap().expect("the VM is there")
 }
 
-pub async fn state(driver: &QemuKvm, vm: VmId) -> VmState {
+pub(crate) async fn state(driver: &QemuKvm, vm: VmId) -> VmState {
     status(driver, vm).await.state
 }
 
 /// Waits until the console has shown a text.
-pub async fn wait_for_text(driver: &QemuKvm, vm: VmId, wanted: &str) {
+pub(crate) async fn wait_for_text(driver: &QemuKvm, vm: VmId, wanted: &str) {
     let mut console = driver.open_console(&within(10), vm, 1 << 16).await.unwrap();
     let mut text = String::new();
     let read = async {
@@ -126,7 +126,7 @@ pub async fn wait_for_text(driver: &QemuKvm, vm: VmId, wanted: &str) {
 }
 
 /// Waits for an event whose message contains a text; answers how long it took.
-pub async fn wait_for_event(events: &mut EventStream, wanted: &str) -> Duration {
+pub(crate) async fn wait_for_event(events: &mut EventStream, wanted: &str) -> Duration {
     let begun = Instant::now();
     let wait = async {
         loop {
@@ -140,12 +140,12 @@ pub async fn wait_for_event(events: &mut EventStream, wanted: &str) -> Duration 
     begun.elapsed()
 }
 
-pub fn signal(pid: u32, signal: rustix::process::Signal) {
+pub(crate) fn signal(pid: u32, signal: rustix::process::Signal) {
     let pid = rustix::process::Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
     rustix::process::kill_process(pid, signal).unwrap();
 }
 
-pub fn entries(dir: &Path) -> Vec<String> {
+pub(crate) fn entries(dir: &Path) -> Vec<String> {
     let mut names: Vec<String> = std::fs::read_dir(dir)
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -154,6 +154,6 @@ pub fn entries(dir: &Path) -> Vec<String> {
     names
 }
 
-pub fn kind<T: std::fmt::Debug>(answer: Result<T, Error>) -> drivers_api::ErrorKind {
+pub(crate) fn kind<T: std::fmt::Debug>(answer: Result<T, Error>) -> drivers_api::ErrorKind {
     answer.unwrap_err().kind()
 }
