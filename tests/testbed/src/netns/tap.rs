@@ -24,11 +24,7 @@ const TAP: libc::c_short = 0x1002;
 pub(super) fn open(name: &str) -> io::Result<OwnedFd> {
     let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK;
     let fd = rustix::fs::open("/dev/net/tun", flags, Mode::empty())?;
-    let mut request = IfReq {
-        name: [0; libc::IFNAMSIZ],
-        flags: TAP,
-        rest: [0; 22],
-    };
+    let mut request = IfReq { name: [0; libc::IFNAMSIZ], flags: TAP, rest: [0; 22] };
     if name.len() >= request.name.len() {
         return Err(io::ErrorKind::InvalidInput.into());
     }
