@@ -6,7 +6,11 @@
 #[expect(dead_code, reason = "this file uses a part of it")]
 mod common;
 
-use std::{collections::BTreeSet, path::Path};
+use std::{
+    collections::BTreeSet,
+    path::Path,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
 
 use common::{census, network, port};
 use driver_linux_bridge::{FAULT_POINTS, LinuxBridge};
@@ -15,6 +19,13 @@ use drivers_api::{
 };
 use host::run::Run;
 use testbed::netns::in_netns;
+
+/// Held by each test: what is armed is armed for the whole process.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn alone() -> MutexGuard<'static, ()> {
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// The directory of the agent that the child of a test is.
 const DIR: &str = "BCD_TEST_DIR";
@@ -62,6 +73,7 @@ fn is_clear(dir: &Path, before: &[String], point: &str) {
 
 #[test]
 fn after_an_error_at_any_point_a_repeat_converges_and_a_removal_leaves_nothing() {
+    let _alone = alone();
     in_netns(|| async {
         let mut reached = BTreeSet::new();
         for point in FAULT_POINTS {
@@ -107,6 +119,7 @@ fn after_an_error_at_any_point_a_repeat_converges_and_a_removal_leaves_nothing()
 
 #[test]
 fn after_a_kill_at_any_point_a_fresh_start_converges_or_clears_everything() {
+    let _alone = alone();
     in_netns(|| async {
         for point in FAULT_POINTS {
             for finishes in [true, false] {
@@ -160,6 +173,9 @@ fn the_child_of_the_kills_lives_one_life() {
                 tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(live(Path::new(&dir)));
         }
-        None => in_netns(|| async { live(common::dir().path()).await }),
+        None => {
+            let _alone = alone();
+            in_netns(|| async { live(common::dir().path()).await });
+        }
     }
 }

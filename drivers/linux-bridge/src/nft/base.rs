@@ -1,6 +1,6 @@
 //! The chains that all networks share.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use drivers_api::NetworkType;
 use serde_json::Value;
@@ -8,8 +8,8 @@ use serde_json::Value;
 use super::{
     detect::Mode,
     expr::{
-        accept, any_of, counter, ct_state, drop, family, is, is_not, jump, keep_mark_bits,
-        masquerade, meta, payload, prefix, set_mark_bit, set_zone, vmap,
+        accept, any_of, began_in, counter, ct_state, drop, family, is, is_not, jump,
+        keep_mark_bits, masquerade, meta, payload, prefix, set_mark_bit, set_zone, vmap,
     },
     ruleset::{Chain, ESTABLISHED, Family, INVALID, Part, Rule, has_own_bridge, mark_chain, rule},
 };
@@ -18,6 +18,7 @@ use crate::{names::Names, records::NetworkRecord};
 /// A network's device as the rules name it.
 struct Net<'a> {
     device: String,
+    zone: u16,
     record: &'a NetworkRecord,
 }
 
@@ -38,15 +39,26 @@ fn devices<'a>(nets: impl IntoIterator<Item = &'a Net<'a>>) -> Value {
     any_of(names)
 }
 
-pub(super) fn chains(names: &Names, mode: Mode, networks: &[&Arc<NetworkRecord>]) -> Vec<Chain> {
+/// The bridge of a network. The prefix of names was checked when the driver was opened, so it has one.
+pub(super) fn device_of(names: &Names, record: &NetworkRecord) -> Option<String> {
+    match &record.spec.uplink {
+        Some(uplink) => Some(uplink.as_str().to_owned()),
+        None => names.bridge(record.spec.uuid).ok().map(|name| name.as_str().to_owned()),
+    }
+}
+
+pub(super) fn chains(
+    names: &Names,
+    mode: Mode,
+    networks: &[&Arc<NetworkRecord>],
+    zones: &BTreeMap<String, u16>,
+) -> Vec<Chain> {
     let mut nets: Vec<Net<'_>> = networks
         .iter()
         .filter_map(|record| {
-            let device = match &record.spec.uplink {
-                Some(uplink) => uplink.as_str().to_owned(),
-                None => names.bridge(record.spec.uuid).ok()?.as_str().to_owned(),
-            };
-            Some(Net { device, record })
+            let device = device_of(names, record)?;
+            let zone = *zones.get(&device)?;
+            Some(Net { device, zone, record })
         })
         .collect();
     nets.sort_by(|a, b| a.device.cmp(&b.device));
@@ -116,13 +128,7 @@ fn bridge_chains(tap_prefix: &str, mode: Mode, nets: &[Net<'_>]) -> Vec<Chain> {
         chain("post-ingress", ingress).hooked("filter", "postrouting", 10),
     ];
     if mode == Mode::Native {
-        let zones = nets
-            .iter()
-            .map(|net| {
-                rule("zone", [is(meta("ibrname"), net.device.as_str()), set_zone(net.record.zone)])
-            })
-            .collect();
-        chains.push(chain("pre-zone", zones).hooked("filter", "prerouting", -300));
+        chains.push(chain("pre-zone", zones("ibrname", nets)).hooked("filter", "prerouting", -300));
     }
     chains
 }
@@ -144,26 +150,16 @@ fn inet_chains(mode: Mode, nets: &[Net<'_>], own: &[&Net<'_>]) -> Vec<Chain> {
     let chain = |name: &str, rules| Chain::new(Part::Base, Family::Inet, name, rules);
     let mut chains = Vec::new();
     if mode == Mode::Mark {
-        let zones = nets
-            .iter()
-            .map(|net| {
-                rule("zone", [is(meta("iifname"), net.device.as_str()), set_zone(net.record.zone)])
-            })
-            .collect();
-        chains.push(chain("pre-zone", zones).hooked("filter", "prerouting", -300));
-        let known = ["established", "related"];
+        chains.push(chain("pre-zone", zones("iifname", nets)).hooked("filter", "prerouting", -300));
+        let mut pre = known("iifname", nets);
         let from = is(meta("iifname"), devices(nets));
-        let to = is(meta("oifname"), devices(nets));
-        let pre = vec![
-            rule("known", [from.clone(), ct_state(&known), set_mark_bit(ESTABLISHED)]),
-            rule("invalid", [from, ct_state(&["invalid"]), set_mark_bit(INVALID)]),
-        ];
+        pre.push(rule("invalid", [from, ct_state(&["invalid"]), set_mark_bit(INVALID)]));
         chains.push(chain("pre-mark", pre).hooked("filter", "prerouting", -150));
         // Packets that the host sends or routes to a network do not pass its bridge's prerouting: they are marked where
         // their way is known, and no other packet of the host is touched.
-        let out = || vec![rule("known", [to.clone(), ct_state(&known), set_mark_bit(ESTABLISHED)])];
-        chains.push(chain("out-mark", out()).hooked("filter", "output", -150));
-        chains.push(chain("forward-mark", out()).hooked("filter", "forward", -150));
+        for (name, hook) in [("out-mark", "output"), ("forward-mark", "forward")] {
+            chains.push(chain(name, known("oifname", nets)).hooked("filter", hook, -150));
+        }
     }
     if own.is_empty() {
         return chains;
@@ -179,6 +175,43 @@ fn inet_chains(mode: Mode, nets: &[Net<'_>], own: &[&Net<'_>]) -> Vec<Chain> {
     chains.push(chain("guest-to-host", guest_to_host()));
     chains.push(chain("snat", snat(own)).hooked("nat", "postrouting", 100));
     chains
+}
+
+/// Puts what begins on each network's device into its zone.
+fn zones(key: &str, nets: &[Net<'_>]) -> Vec<Rule> {
+    let zone =
+        |net: &Net<'_>| rule("zone", [is(meta(key), net.device.as_str()), set_zone(net.zone)]);
+    one_a_device(nets).map(zone).collect()
+}
+
+/// Marks what belongs to a connection of each network's device.
+fn known(key: &str, nets: &[Net<'_>]) -> Vec<Rule> {
+    let mark = |net: &Net<'_>| {
+        rule(
+            "known",
+            [
+                is(meta(key), net.device.as_str()),
+                ct_state(&["established", "related"]),
+                began_in(zones_of(net.is_own(), net.zone)),
+                set_mark_bit(ESTABLISHED),
+            ],
+        )
+    };
+    one_a_device(nets).map(mark).collect()
+}
+
+fn one_a_device<'a, 'b>(nets: &'a [Net<'b>]) -> impl Iterator<Item = &'a Net<'b>> {
+    let is_first = |at: usize, net: &Net<'b>| {
+        at.checked_sub(1)
+            .and_then(|before| nets.get(before))
+            .is_none_or(|before| before.device != net.device)
+    };
+    nets.iter().enumerate().filter(move |(at, net)| is_first(*at, net)).map(|(_, net)| net)
+}
+
+/// Where a connection of a network begins: in its own zone, or on the host, where that is on the network.
+pub(super) fn zones_of(is_own: bool, zone: u16) -> impl Iterator<Item = u16> {
+    is_own.then_some(0).into_iter().chain([zone])
 }
 
 fn own_devices(own: &[&Net<'_>]) -> Value {

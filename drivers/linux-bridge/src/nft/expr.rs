@@ -53,6 +53,14 @@ pub(super) fn set_zone(zone: u16) -> Value {
     json!({ "mangle": { "key": { "ct": { "key": "zone", "dir": "original" } }, "value": zone } })
 }
 
+/// Whether the connection was begun from one of these zones; 0 is that of the host itself.
+///
+/// Needed beside the state: a zone that holds for one direction keeps apart what begins, but a forged reply on another
+/// network would still be found to belong to the connection.
+pub(super) fn began_in(zones: impl IntoIterator<Item = u16>) -> Value {
+    is(json!({ "ct": { "key": "zone", "dir": "original" } }), any_of(zones))
+}
+
 /// An anonymous set, or the one element itself.
 pub(super) fn any_of<T: Into<Value>>(elements: impl IntoIterator<Item = T>) -> Value {
     let mut elements: Vec<Value> = elements.into_iter().map(Into::into).collect();

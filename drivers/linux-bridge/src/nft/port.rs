@@ -9,12 +9,13 @@ use drivers_api::{NetworkSpec, PortSpec};
 use serde_json::{Value, json};
 
 use super::{
+    base::zones_of,
     detect::Mode,
     expr::{
-        accept, any_of, counter, ct_state, drop, goto, hex, is, is_not, jump, mark_bit, payload,
-        prefix, vmap_of,
+        accept, any_of, began_in, counter, ct_state, drop, goto, hex, is, is_not, jump, mark_bit,
+        payload, prefix, vmap_of,
     },
-    ruleset::{Chain, ESTABLISHED, Family, INVALID, Part, Rule, rule},
+    ruleset::{Chain, ESTABLISHED, Family, INVALID, Part, Rule, has_own_bridge, rule},
 };
 use crate::netlink::link_local_of;
 
@@ -23,7 +24,15 @@ pub(super) fn chain_name(tap: &str, map: &str) -> String {
     format!("{tap}.{map}")
 }
 
-pub(super) fn chains(tap: &str, mode: Mode, port: &PortSpec, network: &NetworkSpec) -> Vec<Chain> {
+/// The chains of a port whose network's connections begin in `zone`.
+pub(super) fn chains(
+    tap: &str,
+    mode: Mode,
+    port: &PortSpec,
+    network: &NetworkSpec,
+    zone: u16,
+) -> Vec<Chain> {
+    let zones = || zones_of(has_own_bridge(network.network_type), zone);
     let part = Part::Port(port.uuid);
     let chain = |what: &str, rules| Chain::new(part, Family::Bridge, chain_name(tap, what), rules);
     let mac = port.mac.to_string();
@@ -57,8 +66,8 @@ pub(super) fn chains(tap: &str, mode: Mode, port: &PortSpec, network: &NetworkSp
         chain("arp", arp(&mac, known, v4)),
         chain("ip4", ip4(known, v4)),
         chain("ip6", ip6(known, v6, link_local_of(port.mac.octets()))),
-        chain("egress", egress(mode)),
-        chain("ingress", ingress(mode, network)),
+        chain("egress", egress(mode, zones())),
+        chain("ingress", ingress(mode, network, zones())),
     ]
 }
 
@@ -137,18 +146,21 @@ fn ip6(known: bool, v6: Option<Ipv6Addr>, link_local: Ipv6Addr) -> Vec<Rule> {
 }
 
 /// The rules that know connections, where the kernel can tell.
-fn stateful(mode: Mode) -> Option<(Value, Value)> {
+fn stateful(mode: Mode, zones: impl Iterator<Item = u16>) -> Option<(Vec<Value>, Value)> {
     match mode {
-        Mode::Native => Some((ct_state(&["established", "related"]), ct_state(&["invalid"]))),
-        Mode::Mark => Some((mark_bit(ESTABLISHED), mark_bit(INVALID))),
+        Mode::Native => Some((
+            vec![ct_state(&["established", "related"]), began_in(zones)],
+            ct_state(&["invalid"]),
+        )),
+        Mode::Mark => Some((vec![mark_bit(ESTABLISHED)], mark_bit(INVALID))),
         Mode::Stateless => None,
     }
 }
 
-fn egress(mode: Mode) -> Vec<Rule> {
+fn egress(mode: Mode, zones: impl Iterator<Item = u16>) -> Vec<Rule> {
     let mut rules = vec![rule("control", [jump("control-out")])];
-    if let Some((known, invalid)) = stateful(mode) {
-        rules.push(rule("known", [known, accept()]));
+    if let Some((known, invalid)) = stateful(mode, zones) {
+        rules.push(rule("known", known.into_iter().chain([accept()])));
         rules.push(rule("invalid", [invalid, drop()]));
     }
     rules.push(rule("default", [accept()]));
@@ -156,14 +168,14 @@ fn egress(mode: Mode) -> Vec<Rule> {
 }
 
 /// The default policy: replies, and what comes from the network itself; see `docs/decisions/0003-default-port-policy.md`.
-fn ingress(mode: Mode, network: &NetworkSpec) -> Vec<Rule> {
+fn ingress(mode: Mode, network: &NetworkSpec, zones: impl Iterator<Item = u16>) -> Vec<Rule> {
     let mut rules = vec![rule("control", [jump("control-in")])];
-    let Some((known, invalid)) = stateful(mode) else {
+    let Some((known, invalid)) = stateful(mode, zones) else {
         // The inet table's forward chain, which always knows connections, keeps the outside away.
         rules.push(rule("stateless", [accept()]));
         return rules;
     };
-    rules.push(rule("known", [known, accept()]));
+    rules.push(rule("known", known.into_iter().chain([accept()])));
     rules.push(rule("invalid", [invalid, drop()]));
     for range in network.ranges() {
         let protocol = if range.is_v6() { "ip6" } else { "ip" };

@@ -142,6 +142,7 @@ pub(super) struct Wanted {
 struct Kept {
     port: Arc<PortRecord>,
     network: Arc<NetworkRecord>,
+    zone: u16,
     tap: String,
     chains: Vec<Arc<Chain>>,
 }
@@ -177,7 +178,8 @@ impl Builder {
             return wanted;
         }
         wanted.families.extend(Family::ALL);
-        for chain in base::chains(&self.names, mode, &networks) {
+        let zones = self.zones(&networks);
+        for chain in base::chains(&self.names, mode, &networks, &zones) {
             wanted.chains.insert((chain.family, chain.name.clone()), Arc::new(chain));
         }
         for map in MAPS {
@@ -188,10 +190,29 @@ impl Builder {
             let network =
                 networks.iter().find(|network| network.spec.uuid == port.spec.network_uuid);
             if let Some(network) = network {
-                self.add_port(&mut wanted, mode, port, network);
+                let zone =
+                    base::device_of(&self.names, network).and_then(|device| zones.get(&device));
+                self.add_port(
+                    &mut wanted,
+                    mode,
+                    port,
+                    (network, zone.copied().unwrap_or_default()),
+                );
             }
         }
         wanted
+    }
+
+    /// The zone of each device: networks that share an uplink share the lowest of their zones.
+    fn zones(&self, networks: &[&Arc<NetworkRecord>]) -> BTreeMap<String, u16> {
+        let mut zones = BTreeMap::new();
+        for network in networks {
+            if let Some(device) = base::device_of(&self.names, network) {
+                let zone = zones.entry(device).or_insert(network.zone);
+                *zone = network.zone.min(*zone);
+            }
+        }
+        zones
     }
 
     fn add_port(
@@ -199,21 +220,24 @@ impl Builder {
         wanted: &mut Wanted,
         mode: Mode,
         port: &Arc<PortRecord>,
-        network: &Arc<NetworkRecord>,
+        (network, zone): (&Arc<NetworkRecord>, u16),
     ) {
         let id = port.spec.uuid;
         let is_same = self.kept.get(&id).is_some_and(|kept| {
-            Arc::ptr_eq(&kept.port, port) && Arc::ptr_eq(&kept.network, network)
+            Arc::ptr_eq(&kept.port, port)
+                && Arc::ptr_eq(&kept.network, network)
+                && kept.zone == zone
         });
         if !is_same {
             // The prefix was checked when the driver was opened, so the name can be made.
             let Ok(tap) = self.names.tap(id) else { return };
             let tap = tap.as_str().to_owned();
-            let chains = port::chains(&tap, mode, &port.spec, &network.spec)
+            let chains = port::chains(&tap, mode, &port.spec, &network.spec, zone)
                 .into_iter()
                 .map(Arc::new)
                 .collect();
-            let kept = Kept { port: Arc::clone(port), network: Arc::clone(network), tap, chains };
+            let kept =
+                Kept { port: Arc::clone(port), network: Arc::clone(network), zone, tap, chains };
             self.kept.insert(id, kept);
         }
         let Some(kept) = self.kept.get(&id) else { return };
