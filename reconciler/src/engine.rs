@@ -276,7 +276,9 @@ impl Engine {
             let hold_start = ended
                 .filter(|_| spec.power == VmPower::Running && !object.deleting)
                 .map(|_| note.crashes.seen(&self.settings, &self.dice));
-            Memory { told: note.told.clone(), hold_start, asked: note.asked, ..Memory::empty() }
+            let ports = note.ports.clone();
+            let (told, asked) = (note.told.clone(), note.asked);
+            Memory { told, hold_start, asked, ports, ..Memory::empty() }
         });
         if !unknown {
             self.count_load(vm, spec, status.filter(|_| runs));

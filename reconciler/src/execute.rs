@@ -13,6 +13,7 @@ use crate::{
     call::{Call, Caller, Label},
     drivers::Drivers,
     gate,
+    observe::Part,
     plan::{DiskPlan, Group, NicPlan, Op, Planned},
     resolve::no_driver,
     status::{Executed, StatusEvent},
@@ -53,6 +54,7 @@ pub(crate) async fn execute(caller: &Caller, object: &Wanted, steps: Vec<Planned
             report.failure.get_or_insert((planned, error));
             break;
         }
+        touch(caller, object, &planned);
         let begun = Instant::now();
         match one(caller, object, &planned, &mut facts).await {
             Ok(change) => {
@@ -149,6 +151,24 @@ async fn enter(caller: &Caller, object: &Wanted, op: &Op) -> Result<Option<gate:
     }
     caller.give_place();
     Ok(Some(caller.engine.gate.enter(spec.start_order).await))
+}
+
+/// A step that is cut short may have made something that no later plan of the object would look for.
+fn touch(caller: &Caller, object: &Wanted, planned: &Planned) {
+    let driver = Arc::clone(&planned.driver);
+    let part = if let Op::AttachPort(spec) = &planned.op {
+        Part::Port(driver, spec.uuid)
+    } else if let Op::AttachVolume(request) = &planned.op {
+        Part::Volume(driver, request.volume_uuid)
+    } else {
+        return;
+    };
+    caller.engine.with_note(&object.key(), |note| {
+        if let Part::Port(_, port) = &part {
+            note.ports.insert(*port);
+        }
+        note.touched.insert(part);
+    });
 }
 
 /// What the next plan of the object needs to know beside what the host shows.

@@ -8,7 +8,7 @@ use std::{
 use drivers_api::{PortId, Uuid};
 
 use crate::{
-    resolve::port_id,
+    resolve::{former_ports, port_id},
     wanted::{Key, Kind, Wanted, WantedSet, WantedSpec},
 };
 
@@ -46,6 +46,9 @@ impl Index {
             if self.owners.get(&object.uuid) == Some(key) {
                 self.owners.remove(&object.uuid);
             }
+            for port in former_ports(object) {
+                self.ports.remove(&port);
+            }
             for (port, network, addresses) in ports(object) {
                 self.ports.remove(&port);
                 let Some(asked) = self.asked.get_mut(&network) else { continue };
@@ -63,6 +66,9 @@ impl Index {
                 self.users.entry(named).or_default().insert(key.clone());
             }
             self.owners.insert(object.uuid, key.clone());
+            for port in former_ports(object) {
+                self.ports.insert(port, key.clone());
+            }
             for (port, network, addresses) in ports(object) {
                 self.ports.insert(port, key.clone());
                 for address in addresses {

@@ -1,15 +1,16 @@
 //! What the engine remembers of an object between its passes. Lost with the agent, and rebuilt from the host.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use drivers_api::{ErrorKind, Uuid, VolumeId};
+use drivers_api::{ErrorKind, PortId, Uuid, VolumeId};
 use tokio::time::Instant;
 
 use crate::{
     backoff::{Dice, delay},
+    observe::Part,
     settings::Settings,
     status::Executed,
 };
@@ -33,8 +34,10 @@ pub(crate) struct Note {
     pub(crate) crashes: Crashes,
     /// Calls that were abandoned and have not ended.
     pub(crate) abandoned: Vec<String>,
-    /// The ports of its NICs when it was last as wanted.
-    pub(crate) ports: std::collections::BTreeSet<drivers_api::PortId>,
+    /// What steps touched and no look has shown since: a step that was cut short may have made it.
+    pub(crate) touched: BTreeSet<Part>,
+    /// The ports of its NICs when it was last as wanted, and those that steps made since.
+    pub(crate) ports: BTreeSet<PortId>,
     /// What the last pass that changed something did.
     pub(crate) executed: Vec<Executed>,
 }

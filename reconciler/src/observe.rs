@@ -7,7 +7,7 @@ use drivers_api::{Error, ErrorKind, ImageRef, NetworkId, PortId, VmId, VolumeId}
 use crate::{
     call::{Call, Caller, Label},
     plan::{Action, World},
-    resolve::{image_driver, network_driver, port_id, volume_driver},
+    resolve::{image_driver, leftover_ports, network_driver, port_id, volume_driver},
     seen::{DriverId, Listing, Look},
     wanted::{ImageSpec, InstanceSpec, Key, Kind, Wanted, WantedSpec},
 };
@@ -59,6 +59,17 @@ pub(crate) fn parts(world: &World<'_>, object: &Wanted) -> BTreeSet<Part> {
     parts
 }
 
+/// Whether the last look at a part showed how it is.
+pub(crate) fn is_shown(world: &World<'_>, part: &Part) -> bool {
+    match part {
+        Part::Vm(driver, id) => world.seen.vm(driver, id).unknown().is_none(),
+        Part::Network(driver, id) => world.seen.network(driver, id).unknown().is_none(),
+        Part::Port(driver, id) => world.seen.port(driver, id).unknown().is_none(),
+        Part::Volume(driver, id) => world.seen.volume(driver, id).unknown().is_none(),
+        Part::Image(driver, id) => world.seen.image(driver, id).unknown().is_none(),
+    }
+}
+
 /// A VM that nobody wants, which may be gone: every hypervisor is asked.
 fn stranger(world: &World<'_>, vm: VmId, parts: &mut BTreeSet<Part>) {
     if world.index.owner(vm.uuid()).is_none() {
@@ -79,6 +90,9 @@ fn instance(world: &World<'_>, object: &Wanted, spec: &InstanceSpec, parts: &mut
     }
     for (port, driver) in world.seen.ports_of(vm) {
         parts.insert(Part::Port(Arc::clone(driver), *port));
+    }
+    for (port, driver, _) in leftover_ports(world, &BTreeSet::new(), object) {
+        parts.insert(Part::Port(driver, port));
     }
     for (volume, driver) in world.seen.volumes_of(vm) {
         parts.insert(Part::Volume(Arc::clone(driver), *volume));

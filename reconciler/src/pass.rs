@@ -18,7 +18,7 @@ use crate::{
     call::Caller,
     engine::Engine,
     execute::{execute, vm_of},
-    observe::{listings, look_at, parts},
+    observe::{is_shown, listings, look_at, parts},
     observed::observed,
     plan::{Action, Plan, Planned, Step, Verdict},
     resolve::port_id,
@@ -57,7 +57,7 @@ pub(crate) async fn run(engine: Arc<Engine>, key: Key, cancel: CancelFlag) -> u6
         caller.take_place().await;
         looked = engine.queue.clock();
         let since = engine.board().clock();
-        look_at(&caller, engine.with_world(|world| parts(world, &object))).await;
+        look(&caller, &key, &object).await;
         let Some((object, plan)) = engine.plan_of(&key) else { return looked };
         if plan.steps.is_empty() {
             settle(&engine, &object, plan, since, changed).await;
@@ -88,6 +88,21 @@ pub(crate) async fn run(engine: Arc<Engine>, key: Key, cancel: CancelFlag) -> u6
         }
     }
     looked
+}
+
+/// Looks at everything that the object has, or may have, on the host.
+async fn look(caller: &Caller, key: &Key, object: &Wanted) {
+    let engine = &caller.engine;
+    let touched = engine.with_note(key, |note| note.touched.clone());
+    let mut all = engine.with_world(|world| parts(world, object));
+    all.extend(touched.iter().cloned());
+    look_at(caller, all).await;
+    if !touched.is_empty() {
+        let shown = engine.with_world(|world| {
+            touched.into_iter().filter(|part| is_shown(world, part)).collect::<Vec<_>>()
+        });
+        engine.with_note(key, |note| note.touched.retain(|part| !shown.contains(part)));
+    }
 }
 
 /// Whether the last executed steps changed anything.

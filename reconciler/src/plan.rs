@@ -14,7 +14,13 @@ mod volume;
 use devices::Devices;
 pub(crate) use instance::{describe, ended_by_itself};
 
-use std::{collections::BTreeMap, fmt, net::IpAddr, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    net::IpAddr,
+    sync::Arc,
+    time::Duration,
+};
 
 use drivers_api::{
     AttachRequest, Backing, DetachRequest, DeviceName, DiskBus, DiskSpec, Error, ErrorKind, IfName,
@@ -132,6 +138,8 @@ pub(crate) struct Memory {
     pub(crate) hold_start: Option<Duration>,
     /// Somebody asked for a start in this agent's life.
     pub(crate) asked: bool,
+    /// Ports that were made for it in this agent's life, wanted or not.
+    pub(crate) ports: BTreeSet<PortId>,
     /// Whether the host has room for the VM.
     pub(crate) room: Result<(), Arc<Error>>,
 }
@@ -144,6 +152,7 @@ impl Memory {
             told: BTreeMap::new(),
             hold_start: None,
             asked: false,
+            ports: BTreeSet::new(),
             room: Ok(()),
         }
     }
@@ -323,7 +332,7 @@ impl Planned {
 /// The plan of one object.
 pub(crate) fn plan(world: &World<'_>, memory: &Memory, object: &Wanted) -> Plan {
     if object.deleting {
-        return delete::plan(world, object);
+        return delete::plan(world, memory, object);
     }
     match &object.spec {
         WantedSpec::Image(spec) => image::plan(world, object, spec),

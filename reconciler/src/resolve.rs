@@ -1,6 +1,6 @@
 //! From the names of the wanted state to the drivers' specs.
 
-use std::{net::IpAddr, sync::Arc};
+use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
 use drivers_api::{
     BootFiles, BootKind, BootSpec, CloudInit, DeviceName, DisplayName, Error, ErrorKind, HostPath,
@@ -40,6 +40,31 @@ pub(crate) fn port_id(instance: Uuid, nic: &DeviceName) -> Option<PortId> {
     let space = uuid::Uuid::from_bytes(*instance.as_bytes());
     let derived = uuid::Uuid::new_v5(&space, nic.as_str().as_bytes());
     Uuid::from_bytes(*derived.as_bytes()).map(PortId::new)
+}
+
+/// The ports of NICs that an instance had and no longer has.
+pub(crate) fn former_ports(object: &Wanted) -> impl Iterator<Item = PortId> {
+    object.former_nics.iter().filter_map(|name| port_id(object.uuid, name))
+}
+
+/// Those of an instance's former ports, and of those that were made for it, that may be on the host, with the drivers that
+/// may have them.
+pub(crate) fn leftover_ports(
+    world: &World<'_>,
+    made: &BTreeSet<PortId>,
+    object: &Wanted,
+) -> Vec<(PortId, Arc<str>, Look<drivers_api::PortStatus>)> {
+    let mut left = Vec::new();
+    let all: BTreeSet<PortId> = former_ports(object).chain(made.iter().copied()).collect();
+    for port in all {
+        for (driver, _) in world.drivers.networks() {
+            let look = world.seen.port(driver, &port);
+            if look.there().is_some() || look.unknown().is_some() {
+                left.push((port, driver.into(), look));
+            }
+        }
+    }
+    left
 }
 
 /// An object's name as the drivers take it.

@@ -98,15 +98,7 @@ impl MemoryStore {
         self.change(|set| match set.get(&object.key()) {
             None => set.with(object),
             Some(old) if old.deleting => set.with(old.with_successor(object)),
-            Some(old) => set.with(Wanted {
-                uuid: old.uuid,
-                generation: old.generation + u64::from(old.spec != object.spec),
-                reboots: old.reboots,
-                reboots_done: old.reboots_done,
-                starts: old.starts,
-                starts_done: old.starts_done,
-                ..object
-            }),
+            Some(old) => set.with(old.next(object)),
         });
     }
 

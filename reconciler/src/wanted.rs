@@ -3,7 +3,14 @@
 //! The specs here are the `spec` part of a manifest, one to one, and the document that the store keeps. They hold names
 //! where the driver specs hold identities; [`crate::plan`] resolves them.
 
-use std::{cmp::Ordering, collections::BTreeMap, fmt, net::IpAddr, str::FromStr, sync::Arc};
+use std::{
+    cmp::Ordering,
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    net::IpAddr,
+    str::FromStr,
+    sync::Arc,
+};
 
 use drivers_api::{
     BootKind, CpuCount, DeviceName, DiskBus, DiskFormat, Endpoint, IfName, ImageRef, IpCidr,
@@ -181,6 +188,10 @@ pub struct Wanted {
     /// How many of them are done; as `reboots_done`.
     #[serde(default)]
     pub starts_done: u64,
+    /// An instance's NICs of earlier generations that it no longer has. Their ports are looked for by the identity that is
+    /// derived from the name: the host may not be able to say whose a half-made port is. [`Wanted::next`] keeps it.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub former_nics: BTreeSet<DeviceName>,
     /// On a tombstone only: the object that was applied under the same name while this one is being deleted. It has an
     /// identity of its own and a higher generation, and takes the place of the tombstone when
     /// [`WantedStore::forget`](crate::store::WantedStore::forget) drops that; until then nothing of it is made, so
@@ -207,6 +218,7 @@ impl Wanted {
             reboots_done: 0,
             starts: 0,
             starts_done: 0,
+            former_nics: BTreeSet::new(),
             successor: None,
             spec,
         }
@@ -216,6 +228,32 @@ impl Wanted {
     #[must_use]
     pub fn key(&self) -> Key {
         Key::new(self.spec.kind(), self.name.clone())
+    }
+
+    /// This object with what `applied` says of it: project, labels and spec. A changed spec is the next generation; a power
+    /// that goes to running asks for a start; NICs that go are remembered.
+    #[must_use]
+    pub fn next(&self, applied: Self) -> Self {
+        let mut next = Self {
+            project: applied.project,
+            labels: applied.labels,
+            spec: applied.spec,
+            generation: self.generation,
+            ..self.clone()
+        };
+        if next.spec != self.spec || next.project != self.project {
+            next.generation += 1;
+        }
+        if let (WantedSpec::Instance(old), WantedSpec::Instance(new)) = (&self.spec, &next.spec) {
+            if old.power == VmPower::Stopped && new.power == VmPower::Running {
+                next.starts += 1;
+            }
+            next.former_nics.extend(old.nics.iter().map(|nic| nic.name.clone()));
+            for nic in &new.nics {
+                next.former_nics.remove(&nic.name);
+            }
+        }
+        next
     }
 
     /// What remains wanted under this name: the object itself, or a tombstone's successor.

@@ -8,23 +8,25 @@ use drivers_api::{
 };
 
 use super::{
-    Action, Drafter, Group, Op, Plan, Planned, Verdict, World,
+    Action, Drafter, Group, Memory, Op, Plan, Planned, Verdict, World,
     volume::{is_orphan, orphans},
 };
 use crate::{
-    resolve::{Hold, image_driver, network_driver, no_driver, port_id, volume_driver},
+    resolve::{
+        Hold, image_driver, leftover_ports, network_driver, no_driver, port_id, volume_driver,
+    },
     seen::{DriverId, Listing, Look},
     wanted::{ImageSpec, InstanceSpec, Key, Kind, NetworkSpec, VolumeSpec, Wanted, WantedSpec},
 };
 
 const WHY: &str = "wanted deleted";
 
-pub(super) fn plan(world: &World<'_>, object: &Wanted) -> Plan {
+pub(super) fn plan(world: &World<'_>, memory: &Memory, object: &Wanted) -> Plan {
     match &object.spec {
         WantedSpec::Image(spec) => image(world, object, spec),
         WantedSpec::Volume(spec) => volume(world, object, spec),
         WantedSpec::Network(spec) => network(world, object, spec),
-        WantedSpec::Instance(spec) => instance(world, object, spec),
+        WantedSpec::Instance(spec) => instance(world, memory, object, spec),
     }
 }
 
@@ -162,7 +164,7 @@ fn network(world: &World<'_>, object: &Wanted, spec: &NetworkSpec) -> Plan {
 }
 
 /// The VM goes first; its ports and attachments only when it is gone.
-fn instance(world: &World<'_>, object: &Wanted, spec: &InstanceSpec) -> Plan {
+fn instance(world: &World<'_>, memory: &Memory, object: &Wanted, spec: &InstanceSpec) -> Plan {
     let Some((driver, _)) = world.drivers.find_hypervisor(spec.driver.as_deref()) else {
         return Hold::from(no_driver("hypervisor", spec.driver.as_deref())).into();
     };
@@ -170,7 +172,7 @@ fn instance(world: &World<'_>, object: &Wanted, spec: &InstanceSpec) -> Plan {
     let vm = VmId::new(object.uuid);
     let mut unknown = None;
     let mut steps = machine(world, object, spec, driver, &mut unknown);
-    for (port, driver) in ports(world, object, spec, &mut unknown) {
+    for (port, driver) in ports(world, memory, object, spec, &mut unknown) {
         let call = (Action::DetachPort, Op::DetachPort(port));
         let step = draft.step(&driver, call, format!("port {port}"), WHY);
         steps.push(step.in_group(Group::Nics, &[Group::Vm]));
@@ -221,6 +223,7 @@ fn machine(
 /// The ports of the VM: those that the host shows, and those of its NICs that are not seen to be gone.
 fn ports(
     world: &World<'_>,
+    memory: &Memory,
     object: &Wanted,
     spec: &InstanceSpec,
     unknown: &mut Option<Arc<Error>>,
@@ -244,6 +247,11 @@ fn ports(
                 Look::Unknown(error) => *unknown = Some(error),
                 Look::Absent | Look::Foreign(_) => {}
             }
+        }
+    }
+    for (port, driver, look) in leftover_ports(world, &memory.ports, object) {
+        if look.there().is_some() {
+            ports.insert(port, driver);
         }
     }
     ports

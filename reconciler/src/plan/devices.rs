@@ -1,6 +1,6 @@
 //! The disks and NICs of an instance beside what its VM has.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use drivers_api::{
     AttachRequest, DetachRequest, DiskSpec, Error, ErrorKind, NetworkId, NicHandle, PortId,
@@ -12,7 +12,7 @@ use super::{
     of_another_node,
 };
 use crate::{
-    resolve::{Hold, network_driver, port_id, port_spec, volume_driver},
+    resolve::{Hold, leftover_ports, network_driver, port_id, port_spec, volume_driver},
     seen::{DriverId, Look},
     wanted::{Disk, InstanceSpec, Key, Kind, Nic, Wanted, WantedSpec},
 };
@@ -533,7 +533,16 @@ fn remove_nics(
         };
         Some((*port, DriverId::clone(driver), why))
     });
-    for (port, driver, reason) in leftover {
+    let mut leftover: BTreeMap<PortId, (DriverId, &str)> =
+        leftover.map(|(port, driver, why)| (port, (driver, why))).collect();
+    // A half-made port may not say whose it is.
+    for (port, driver, look) in leftover_ports(scene.world, &scene.memory.ports, scene.object) {
+        let kept = stays.contains(&port) || wanted.iter().any(|now| now.id == port);
+        if look.there().is_some() && !kept {
+            leftover.entry(port).or_insert((driver, "not wanted"));
+        }
+    }
+    for (port, (driver, reason)) in leftover {
         let call = (Action::DetachPort, Op::DetachPort(port));
         let step = draft.step(&driver, call, format!("port {port}"), reason);
         devices.remove.push(step.in_group(Group::Nics, &[Group::Power, Group::Nics]));

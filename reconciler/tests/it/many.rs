@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, time::Duration};
 
 use conformance::reference::Op;
-use reconciler::{status::Phase, store::WantedStore};
+use reconciler::status::Phase;
 
 use super::common::{Node, converged, image, instance, instance_key, network, settle, until, vm};
 

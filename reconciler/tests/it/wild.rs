@@ -1,5 +1,12 @@
 //! Anything may happen in any order; once it is quiet the host is as wanted, and no VM was restarted for nothing.
 
+#![expect(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    clippy::wildcard_enum_match_arm,
+    reason = "a test whose helpers clippy takes for code"
+)]
+
 use std::{collections::BTreeSet, time::Duration};
 
 use conformance::reference::{Fault, Op, When};
@@ -106,6 +113,13 @@ impl World {
         for object in [image("kernel"), image("disk")] {
             world.apply(object);
         }
+        for (at, name) in NETWORKS.into_iter().enumerate() {
+            world.apply(network(name, &format!("10.{}.0.0/24", at + 1)));
+        }
+        for (at, name) in VOLUMES.into_iter().enumerate() {
+            let object = if at % 2 == 0 { volume(name, 1) } else { volume_of(name, 1, "disk") };
+            world.apply(object);
+        }
         world
     }
 
@@ -185,7 +199,7 @@ impl World {
                 self.reconciler = None;
                 self.reconciler = Some(self.node.start());
             }
-            other => self.trouble(other),
+            other => self.trouble(&other),
         }
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
@@ -200,9 +214,9 @@ impl World {
         self.node.store.delete(&key(kind, name));
     }
 
-    fn trouble(&mut self, event: Event) {
+    fn trouble(&mut self, event: &Event) {
         let host = self.node.host.clone();
-        match event {
+        match *event {
             Event::Reboot(at) => {
                 self.disturb(VMS[at]);
                 self.node.store.edit(&instance_key(VMS[at]), |object| object.reboots += 1);
@@ -336,9 +350,14 @@ impl World {
     }
 }
 
+/// How many worlds are tried: more where somebody has the time.
+fn cases() -> u32 {
+    std::env::var("BCD_WILD_CASES").ok().and_then(|text| text.parse().ok()).unwrap_or(64)
+}
+
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: 96,
+        cases: cases(),
         failure_persistence: None,
         max_shrink_iters: 400,
         ..ProptestConfig::default()
