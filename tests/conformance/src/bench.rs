@@ -93,6 +93,14 @@ pub trait HypervisorBench: Send + Sync {
         Plant::not_offered("the kill of a VMM")
     }
 
+    /// Has the VMM of a running VM stop answering, without an end: SIGSTOP. Undone by [`HypervisorBench::wake_vmm`].
+    async fn silence_vmm(&self, _vm: VmId) -> Plant {
+        Plant::not_offered("a VMM that does not answer")
+    }
+
+    /// Undoes [`HypervisorBench::silence_vmm`], where the VMM is still there.
+    async fn wake_vmm(&self, _vm: VmId) {}
+
     /// Makes the host unreachable for the driver: no daemon, no run directory. Undone by [`HypervisorBench::mend`].
     async fn break_backend(&self) -> Plant {
         Plant::not_offered("a broken back-end")
@@ -212,12 +220,17 @@ pub trait VolumeBench: Send + Sync {
         Plant::not_offered("a half-made volume")
     }
 
+    /// Leaves the back-end no room for volumes larger than those that are there. Undone by [`VolumeBench::mend`].
+    async fn fill_backend(&self) -> Plant {
+        Plant::not_offered("a full back-end")
+    }
+
     /// Makes the back-end unreachable for the driver. Undone by [`VolumeBench::mend`].
     async fn break_backend(&self) -> Plant {
         Plant::not_offered("a broken back-end")
     }
 
-    /// Undoes [`VolumeBench::break_backend`].
+    /// Undoes [`VolumeBench::break_backend`] and [`VolumeBench::fill_backend`].
     async fn mend(&self) {}
 
     /// What is on the back-end: files, images, locks, maps.

@@ -54,6 +54,7 @@ fn all<'k>() -> Vec<Case<Kit<'k>>> { cases! { Kit<'k>:
     "half-made": "A half-made VM is completed by create." => ownership::half_made_is_completed;
     "half-made-delete": "DeleteVM removes every host-local state, whatever of it is there." => ownership::half_made_is_deleted;
     "vmm-killed": "A VMM that is gone is seen as stopped, with how it ended; the VM starts again." => ownership::vmm_killed;
+    "vmm-silent": "A VMM that does not answer is unknown: no second one is started beside it, and no other VM waits for it." => ownership::vmm_silent;
     "back-end-down": "Already gone is success only when the absence was seen; else the answer is unavailable." => ownership::backend_down;
     "deadline": "A driver gives up at the deadline, and leaves the host so that a repeat converges." => interrupted::deadline;
     "cancelled": "A call ends soon after its cancellation, and leaves the host so that a repeat converges." => interrupted::cancelled;

@@ -159,6 +159,44 @@ pub(super) async fn vmm_killed(kit: &Kit<'_>) -> Check {
     kit.state(&*driver, &spec, VmState::Running).await
 }
 
+pub(super) async fn vmm_silent(kit: &Kit<'_>) -> Check {
+    let driver = kit.open().await?;
+    let (silent, other) = (kit.running(&*driver, 0).await?, kit.bootable(&*driver, 1).await?);
+    let before = kit.status(&*driver, &silent).await?.pid;
+    kit.bench.silence_vmm(silent.uuid).await.check()?;
+    let seen = beside_silence(kit, &*driver, &silent, &other).await;
+    kit.bench.wake_vmm(silent.uuid).await;
+    seen?;
+    // An end without the guest's and the VMM's help.
+    let fresh = kit.open().await?;
+    let status = kit.status(&*fresh, &silent).await?;
+    same("the VMM's process", &status.pid, &before)?;
+    kit.bench.silence_vmm(silent.uuid).await.check()?;
+    let ended = kit.delete(&*fresh, &silent).await;
+    kit.bench.wake_vmm(silent.uuid).await;
+    same("delete_vm of a VM whose VMM does not answer", &ended?, &Change::Changed)?;
+    kit.gone(&*fresh, &silent).await
+}
+
+async fn beside_silence(
+    kit: &Kit<'_>,
+    driver: &dyn drivers_api::Hypervisor,
+    silent: &drivers_api::VmSpec,
+    other: &drivers_api::VmSpec,
+) -> Check {
+    let cx = kit.run.cx_in(kit.run.options.prompt);
+    let all = kit.run.ok("list beside a silent VMM", driver.list(&cx)).await?;
+    let seen = all.iter().find(|vm| vm.uuid == silent.uuid).map(|vm| vm.state);
+    same("the state of a VM whose VMM does not answer", &seen, &Some(VmState::Unknown))?;
+    let _ = kit.start(driver, other).await?;
+    kit.state(driver, other, VmState::Running).await?;
+    let cx = kit.run.cx_in(kit.run.options.prompt);
+    let call = driver.start_vm(&cx, silent.uuid);
+    let kinds = &[ErrorKind::UnknownOutcome, ErrorKind::Deadline];
+    kit.run.fails("start_vm beside a silent VMM", kinds, call).await?;
+    Ok(())
+}
+
 pub(super) async fn backend_down(kit: &Kit<'_>) -> Check {
     let driver = kit.open().await?;
     let spec = kit.vm(0).await;

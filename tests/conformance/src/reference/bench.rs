@@ -134,6 +134,14 @@ impl HypervisorBench for ReferenceBench {
         Plant::Done
     }
 
+    async fn silence_vmm(&self, vm: VmId) -> Plant {
+        if self.host.freeze_vmm(vm, true) { Plant::Done } else { Plant::not_tried("no VMM") }
+    }
+
+    async fn wake_vmm(&self, vm: VmId) {
+        self.host.freeze_vmm(vm, false);
+    }
+
     async fn kill_vmm(&self, vm: VmId) -> Plant {
         if self.host.kill_vm(vm) { Plant::Done } else { Plant::not_tried("the VM does not run") }
     }
@@ -292,6 +300,11 @@ impl VolumeBench for ReferenceBench {
         Plant::Done
     }
 
+    async fn fill_backend(&self) -> Plant {
+        self.host.set_volume_capacity(Some(1 << 30));
+        Plant::Done
+    }
+
     async fn break_backend(&self) -> Plant {
         self.host.set_down(true);
         Plant::Done
@@ -299,6 +312,7 @@ impl VolumeBench for ReferenceBench {
 
     async fn mend(&self) {
         self.host.set_down(false);
+        self.host.set_volume_capacity(None);
     }
 
     async fn census(&self) -> Census {

@@ -81,6 +81,32 @@ pub(super) async fn shrink(kit: &Kit<'_>) -> Check {
     kit.unwritten(&before).await
 }
 
+pub(super) async fn no_space(kit: &Kit<'_>) -> Check {
+    let driver = kit.open().await?;
+    let spec = kit.volume(0).await;
+    let (larger, second) = (grown(&spec)?, kit.volume(1).await);
+    let _ = kit.ensure(&*driver, &spec).await?;
+    let seen = match kit.bench.fill_backend().await.check() {
+        Ok(()) => {
+            let cx = kit.run.cx();
+            let exhausted = &[ErrorKind::Exhausted];
+            let call = driver.ensure_volume(&cx, &larger);
+            let grown = kit.run.fails("ensure_volume, larger, without room", exhausted, call).await;
+            let call = driver.ensure_volume(&cx, &second);
+            let made = kit.run.fails("ensure_volume without room", exhausted, call).await;
+            grown.and(made)
+        }
+        Err(stop) => Err(stop),
+    };
+    kit.bench.mend().await;
+    let _ = seen?;
+    let again = kit.ensure(&*driver, &spec).await?;
+    same("ensure_volume of the old size", &again, &Change::Unchanged)?;
+    kit.whole(&*driver, &spec).await?;
+    same("ensure_volume, larger", &kit.ensure(&*driver, &larger).await?, &Change::Changed)?;
+    kit.whole(&*driver, &larger).await
+}
+
 pub(super) async fn other_format(kit: &Kit<'_>) -> Check {
     let driver = kit.open().await?;
     let spec = kit.volume(0).await;

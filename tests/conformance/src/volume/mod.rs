@@ -35,6 +35,7 @@ fn all<'k>() -> Vec<Case<Kit<'k>>> { cases! { Kit<'k>:
     "ensure-at-once": "EnsureVolume twice, the second call while the first is running: one volume, both calls succeed." => life::ensure_at_once;
     "grow": "EnsureVolume with a larger size grows the volume." => life::grow;
     "shrink": "EnsureVolume re-running with a smaller size is rejected." => life::shrink;
+    "no-space": "A volume that does not fit is exhausted; a failed growth leaves the old size valid." => life::no_space;
     "other-format": "EnsureVolume with another format is rejected." => life::other_format;
     "odd-names": "A name is free text: it round-trips byte for byte or is refused." => life::odd_names;
     "source": "A volume starts as a copy of its source, which is looked at only when the volume is made." => life::source;
