@@ -320,6 +320,8 @@ async fn acknowledge(engine: &Arc<Engine>, object: &Wanted, done: crate::store::
         tracing::error!(object = %key, %error, "cannot record that a request is done");
         engine.queue.wake(&key, Instant::now() + engine.settings.backoff.first);
     }
+    // At once: the next plan must not find the request still open and do it a second time.
+    crate::tasks::follow(engine);
 }
 
 /// A failure: writes it, and when the object is tried again.

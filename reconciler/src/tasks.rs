@@ -107,11 +107,12 @@ async fn follow_store(engine: Arc<Engine>) {
 }
 
 /// Takes in what changed in the store.
-fn follow(engine: &Engine) {
-    let new = engine.store.snapshot();
+pub(crate) fn follow(engine: &Engine) {
     let mut changes = Vec::new();
     {
         let mut known = engine.known_mut();
+        // Under the lock, so that of two who follow none puts an older state in place of a newer one.
+        let new = engine.store.snapshot();
         for key in known.set.diff(&new) {
             let (before, after) = (known.set.get(&key).cloned(), new.get(&key).cloned());
             known.index.change(&key, before.as_deref(), after.as_deref());
