@@ -225,6 +225,11 @@ impl Agent {
         {
             tracing::warn!(%error, "the API server did not end in order");
         }
+        // Not when the last task has let go of it: whoever starts the next agent may do so when this returns.
+        let closed = tokio::task::spawn_blocking(move || store.close()).await;
+        if let Err(error) = closed {
+            tracing::error!(%error, "the store was not closed in order");
+        }
         outcome?;
         Ok(trouble.map_or(Ended::Stopped, Ended::ReadOnly))
     }

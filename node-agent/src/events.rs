@@ -113,7 +113,8 @@ impl EventLog {
             }
             StatusEvent::Step(done) => {
                 let took = done.took.as_secs_f64() * 1000.0;
-                let message = format!("{} ({:?}, {took:.1} ms)", step_line(&done.step), done.change);
+                let message =
+                    format!("{} ({:?}, {took:.1} ms)", step_line(&done.step), done.change);
                 self.add("step", Some(done.step.object), message);
             }
             StatusEvent::Failed(failure) => {

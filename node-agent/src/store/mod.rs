@@ -171,8 +171,9 @@ pub struct Store {
     access: Access,
     fresh: bool,
     shared: Arc<Shared>,
-    lock: Arc<FileLock>,
-    writer: Option<writer::Writer>,
+    /// `None` once it is closed.
+    lock: Mutex<Option<Arc<FileLock>>>,
+    writer: Mutex<Option<Arc<writer::Writer>>>,
 }
 
 impl Store {
@@ -200,13 +201,14 @@ impl Store {
                     writer::Writer::start(connection, &shared, &lock).map_err(|error| {
                         OpenError::Step { path: dir.join(FILE_NAME), reason: error.to_string() }
                     })?;
-                (Some(writer), Access::ReadWrite)
+                (Some(Arc::new(writer)), Access::ReadWrite)
             }
             database::State::Untouched(trouble) => {
                 tracing::error!(%trouble, "the store is opened for reading only");
                 (None, Access::ReadOnly(trouble))
             }
         };
+        let (lock, writer) = (Mutex::new(Some(lock)), Mutex::new(writer));
         Ok(Self { dir: dir.to_owned(), access, fresh: opened.fresh, shared, lock, writer })
     }
 
@@ -237,7 +239,15 @@ impl Store {
     /// Looks whether the lock is still the one at its path, and tells [`Store::lost`] if not.
     #[must_use]
     pub fn holds_lock(&self) -> bool {
-        writer::still_ours(&self.lock, &self.shared)
+        let lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        lock.is_some_and(|lock| writer::still_ours(&lock, &self.shared))
+    }
+
+    /// Commits what is queued, closes the file and gives the state directory free, whoever still holds the store. Blocks
+    /// for the time of a commit. Later changes are refused; what was read stays.
+    pub fn close(&self) {
+        drop(self.writer.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 
     /// Commits changes, all or none, durably. Answers the new revision.
@@ -249,7 +259,8 @@ impl Store {
         if ops.is_empty() {
             return Ok(*self.shared.revision.borrow());
         }
-        match (&self.writer, &self.access) {
+        let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        match (writer, &self.access) {
             (Some(writer), _) => writer.commit(ops).await,
             (None, Access::ReadOnly(trouble)) => Err(read_only(trouble)),
             (None, Access::ReadWrite) => Err(writer::gone()),

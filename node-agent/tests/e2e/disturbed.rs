@@ -129,10 +129,10 @@ fn a_silent_monitor_harms_only_its_vm() {
         node.apply(&hello(&node.registry())).await;
         let pid = node.pid("hello").await;
         signal(pid, Signal::STOP);
-        let unknown = || async { node.observed("instance", "hello").await["state"] == "unknown" };
         // An agent that starts beside a silent VM neither hangs nor starts a second one.
         node.kill_agent().await;
         node.start_agent().await;
+        let unknown = || async { node.observed("instance", "hello").await["state"] == "unknown" };
         node.until("the state is unknown", Duration::from_secs(20), unknown).await;
         let describe = node.ok(&["describe", "instance", "hello"]).await;
         assert!(describe.contains(&pid.to_string()), "the message names the process: {describe}");

@@ -1,0 +1,8 @@
+//! The agent as a whole: the built binary and the library, over reference drivers and over real ones.
+
+#![cfg(test)]
+
+mod api;
+mod cli;
+mod common;
+mod real;
