@@ -5,4 +5,3 @@
 mod api;
 mod cli;
 mod common;
-mod real;
