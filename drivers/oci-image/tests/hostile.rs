@@ -304,3 +304,26 @@ async fn a_manifest_of_more_than_4_mib_is_refused_while_it_streams() {
     let error = bed.refused(&format!("{}/big:1", registry.host())).await;
     expect_kind(&error, ErrorKind::Exhausted, "too large");
 }
+
+#[tokio::test]
+async fn a_compressed_file_that_is_cut_or_followed_by_rubbish_is_refused() {
+    let registry = FakeRegistry::start().await.unwrap();
+    let disk = noise(5, 300_000);
+    for (packing, whole) in [("gzip", gzip(&disk)), ("zstd", common::zstd(&disk))] {
+        let media = format!("application/vnd.bcd.disk.raw.v1+{packing}");
+        let rubbish = [whole.clone(), b"rubbish rubbish".to_vec()].concat();
+        for (what, bytes) in [("cut", whole[..whole.len() / 2].to_vec()), ("rubbish", rubbish)] {
+            registry.put("cut", what, &Artifact::new(vec![Blob::new(media.clone(), bytes)]));
+            let bed = Bed::new();
+            let error = bed.refused(&format!("{}/cut:{what}", registry.host())).await;
+            assert_eq!(error.kind(), ErrorKind::InvalidSpec, "{packing} {what}: {error}");
+        }
+        // Several members or frames, one after the other, are one file.
+        let double = [whole.clone(), whole.clone()].concat();
+        registry.put("cut", "double", &Artifact::new(vec![Blob::new(media, double)]));
+        let status = Bed::new();
+        let status = status.got(&format!("{}/cut:double", registry.host())).await;
+        let ImageFiles::Disk { virtual_size, .. } = status.files else { panic!("a disk") };
+        assert_eq!(virtual_size, 600_064, "rounded up to a sector");
+    }
+}

@@ -1,7 +1,8 @@
 //! The process is killed at each fault point, and the next one converges. Needs the feature `fault-points`:
 //! `cargo test -p driver-oci-image --features fault-points --test kill`.
 
-#![cfg(all(test, feature = "fault-points"))]
+#![cfg(test)]
+#![cfg(feature = "fault-points")]
 
 mod common;
 
@@ -11,6 +12,19 @@ use common::{Bed, config, raw_disk, within};
 use driver_oci_image::{FAULT_POINTS, OciImage};
 use drivers_api::{Context, Image, ImageRef};
 use testbed::registry::{FakeRegistry, digest_of};
+
+/// Points are armed for the whole process: one test at a time.
+static ARMED: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
+
+/// Does one operation once.
+async fn act(bed: &Bed, operation: &str, reference: &ImageRef) -> drivers_api::Result<()> {
+    let cx = within(Duration::from_secs(30));
+    match operation {
+        "pull" => bed.driver.pull(&cx, reference).await.map(drop),
+        "delete" => bed.driver.delete(&cx, reference).await.map(drop),
+        _ => bed.driver.collect().unwrap().collect(&cx, 0, &[]).await.map(drop),
+    }
+}
 
 /// What the killed process does: told by the environment, so it does nothing as a plain test.
 #[tokio::test]
@@ -28,6 +42,7 @@ async fn child() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn killed_at_any_point_the_next_start_converges_and_leaks_nothing() {
+    let _armed = ARMED.lock().await;
     let registry = FakeRegistry::start().await.unwrap();
     let bytes = common::noise(3, 300_000);
     registry.put("k", "1", &raw_disk(&bytes));
@@ -64,6 +79,33 @@ async fn killed_at_any_point_the_next_start_converges_and_leaks_nothing() {
         assert!(bed.driver.delete(&cx, &parsed).await.unwrap().wrote(), "{point}");
         bed.driver.collect().unwrap().collect(&cx, 0, &[]).await.unwrap();
         for name in ["content", "refs", "partial", "staging"] {
+            assert_eq!(bed.files(name), Vec::<String>::new(), "{point}: {name}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_error_at_any_point_is_told_and_a_repeat_converges() {
+    let _armed = ARMED.lock().await;
+    let registry = FakeRegistry::start().await.unwrap();
+    registry.put("e", "1", &raw_disk(&common::noise(4, 300_000)));
+    let reference: ImageRef = format!("{}/e:1", registry.host()).parse().unwrap();
+    for point in FAULT_POINTS {
+        let bed = Bed::new();
+        let operation = point.split('.').nth(1).unwrap();
+        if operation != "pull" {
+            bed.got(reference.as_str()).await;
+        }
+        host::fault::arm(&format!("{point}=error"));
+        let error = act(&bed, operation, &reference).await.expect_err(point);
+        host::fault::disarm();
+        assert_eq!(error.kind(), drivers_api::ErrorKind::Internal, "{point}: {error}");
+        act(&bed, operation, &reference).await.unwrap();
+        bed.got(reference.as_str()).await;
+        act(&bed, "delete", &reference).await.unwrap();
+        act(&bed, "collect", &reference).await.unwrap();
+        bed.settled().await;
+        for name in ["content", "refs", "partial"] {
             assert_eq!(bed.files(name), Vec::<String>::new(), "{point}: {name}");
         }
     }

@@ -207,6 +207,40 @@ async fn res_04_a_busy_registry_is_left_alone_by_all_at_once() {
 }
 
 #[tokio::test]
+async fn res_04_a_registry_that_stays_busy_gets_one_request_a_window_and_the_windows_grow() {
+    let registry = FakeRegistry::start().await.unwrap();
+    let bed = Bed::new();
+    let answer = String::from_utf8(read_data("res04/429-none.http")).unwrap();
+    // The first pull is answered, so the gate is open when the refusals begin.
+    registry.put("busy", "first", &raw_disk(b"first"));
+    bed.got(&format!("{}/busy:first", registry.host())).await;
+    let before = registry.seen().len();
+    registry.script("/manifests/", 4, Reply::Raw(answer));
+    let mut pulls = tokio::task::JoinSet::new();
+    for at in 0..50 {
+        registry.put("busy", &format!("t{at}"), &raw_disk(format!("disk {at}").as_bytes()));
+        let driver = Arc::clone(&bed.driver);
+        let reference: ImageRef = format!("{}/busy:t{at}", registry.host()).parse().unwrap();
+        pulls.spawn(async move { driver.pull(&within(Duration::from_secs(60)), &reference).await });
+    }
+    while let Some(outcome) = pulls.join_next().await {
+        drop(outcome.unwrap().unwrap().value);
+    }
+    let times: Vec<Instant> = registry.seen().iter().skip(before).map(|seen| seen.at).collect();
+    // Windows are told apart by pauses of at least a second.
+    let mut windows = vec![1_usize];
+    for pair in times.windows(2) {
+        if pair[1] - pair[0] >= Duration::from_millis(900) {
+            windows.push(1);
+        } else {
+            *windows.last_mut().unwrap() += 1;
+        }
+    }
+    let refused = &windows[..windows.len() - 1];
+    assert!(refused.len() >= 3 && refused.iter().all(|count| *count <= 2), "{windows:?}");
+}
+
+#[tokio::test]
 async fn res_04_a_wait_that_a_registry_asks_for_can_be_cancelled() {
     let registry = FakeRegistry::start().await.unwrap();
     registry.put("busy", "1", &raw_disk(b"x"));

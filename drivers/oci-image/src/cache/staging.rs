@@ -70,9 +70,11 @@ pub(crate) fn take_away(cache: &Arc<Cache>, dir: &Path) -> Result<Option<Staging
     let target = free_name(cache);
     match fs::rename(dir, &target) {
         Ok(()) => {
+            // Made first: whatever fails from here on, the files go.
+            let trash = Staging { dir: target, cache: Arc::clone(cache), gone: false };
             files::sync_parent(dir)?;
             fault::point("image.delete.content-moved")?;
-            Ok(Some(Staging { dir: target, cache: Arc::clone(cache), gone: false }))
+            Ok(Some(trash))
         }
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(FileError::of("move away", dir)(error).into()),

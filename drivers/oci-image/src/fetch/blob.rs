@@ -243,8 +243,25 @@ struct Sink {
 }
 
 impl Sink {
+    /// Works until the end; a file that nobody can go on with is removed.
     fn run(
         self,
+        lock: OwnedMutexGuard<()>,
+        ready: oneshot::Sender<u64>,
+        queue: mpsc::Receiver<Step>,
+    ) -> Result<Verdict> {
+        let answer = self.write(lock, ready, queue);
+        if let Err(error) = &answer
+            && !matches!(error, ImageError::Abandoned)
+        {
+            // A full disk must not stay full of what cannot be finished.
+            files::remove_file(&self.path)?;
+        }
+        answer
+    }
+
+    fn write(
+        &self,
         lock: OwnedMutexGuard<()>,
         ready: oneshot::Sender<u64>,
         mut queue: mpsc::Receiver<Step>,
@@ -260,7 +277,6 @@ impl Sink {
                 Step::Bytes(bytes) => {
                     have = have.saturating_add(u64::try_from(bytes.len()).unwrap_or(u64::MAX));
                     if have > self.limit {
-                        files::remove_file(&self.path)?;
                         return Err(self.too_long());
                     }
                     hash.update(&bytes);

@@ -1,5 +1,6 @@
 //! One gate a host: when it says "too many requests", all who want something of it wait together.
 //!
+//! At most two requests of a host wait for the beginning of their answers at a time, so that a refusal finds few under way.
 //! A host that was not asked lately is asked by one first; the others wait for that answer. After a refusal the gate is
 //! shut for as long as the host says, and then again one goes first.
 
@@ -10,7 +11,7 @@ use std::{
 };
 
 use tokio::{
-    sync::{Mutex as AsyncMutex, MutexGuard},
+    sync::{Mutex as AsyncMutex, MutexGuard, Semaphore, SemaphorePermit},
     time::Instant,
 };
 
@@ -32,33 +33,53 @@ enum State {
     },
 }
 
+/// How many requests of one host may wait for their answers.
+const ABREAST: usize = 2;
+
 /// The gate of one host.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Gate {
     state: Mutex<State>,
     first: AsyncMutex<()>,
+    abreast: Semaphore,
+}
+
+impl Default for Gate {
+    fn default() -> Self {
+        let abreast = Semaphore::new(ABREAST);
+        Self { state: Mutex::default(), first: AsyncMutex::default(), abreast }
+    }
 }
 
 /// Leave to send one request; held until its answer is known.
 #[derive(Debug)]
 pub(crate) struct Pass<'a> {
     _first: Option<MutexGuard<'a, ()>>,
+    /// `None` only if the semaphore were closed, which nobody does.
+    _place: Option<SemaphorePermit<'a>>,
 }
 
 impl Gate {
     /// Waits for leave to send. Cancel-safe.
     pub(crate) async fn enter(&self) -> Pass<'_> {
-        if self.is_open() {
-            return Pass { _first: None };
+        loop {
+            if self.is_open() {
+                let place = self.abreast.acquire().await.ok();
+                // It may have been shut while we waited for a place.
+                if self.is_open() {
+                    return Pass { _first: None, _place: place };
+                }
+                continue;
+            }
+            let first = self.first.lock().await;
+            if self.is_open() {
+                continue;
+            }
+            if let Some(until) = self.shut_until() {
+                tokio::time::sleep_until(until).await;
+            }
+            return Pass { _first: Some(first), _place: self.abreast.acquire().await.ok() };
         }
-        let first = self.first.lock().await;
-        if self.is_open() {
-            return Pass { _first: None };
-        }
-        if let Some(until) = self.shut_until() {
-            tokio::time::sleep_until(until).await;
-        }
-        Pass { _first: Some(first) }
     }
 
     fn is_open(&self) -> bool {
