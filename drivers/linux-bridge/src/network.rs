@@ -2,26 +2,24 @@
 
 use std::{net::IpAddr, sync::Arc};
 
-use drivers_api::{Change, Error, ErrorKind, NetworkId, NetworkSpec, NetworkType, PortId, Result};
+use drivers_api::{Change, Error, ErrorKind, NetworkId, NetworkSpec, Result};
 use host::{bound, fault};
 
 use crate::{
-    dnsmasq::{self, Plan, State},
     driver::Inner,
     error::During,
+    forwarding::{restore_forwarding, switch_forwarding},
     names::{LinkMark, bridge_mac},
-    netlink::{Link, LinkChange, LinkKind, helper_address},
+    netlink::{Link, LinkChange, LinkKind},
     nft::{Mode, Wish, has_own_bridge},
     plan::{BridgeStep, BridgeWanted, Owner, bridge_steps, owner_of},
     records::{Entry, NetworkRecord, Records},
+    serve::{ensure_dhcp, helper},
     sysctl, validate,
 };
 
 /// The MTU of a bridge whose network names none.
 const DEFAULT_MTU: u32 = 1500;
-
-/// The name under `STATE_DIR` of what the forwarding switches were.
-pub(crate) const SWITCHES: &str = "sysctls.json";
 
 /// Brings the network to its spec.
 pub(crate) async fn ensure(inner: &Inner, spec: NetworkSpec) -> Result<Change> {
@@ -227,12 +225,6 @@ pub(crate) fn bridge_wanted(inner: &Inner, record: &NetworkRecord, mode: Mode) -
     }
 }
 
-/// The address that the DHCP server of a v4 network without a gateway has.
-fn helper(record: &NetworkRecord) -> Option<std::net::Ipv4Addr> {
-    let has_v4 = record.spec.cidr.is_some_and(|range| !range.is_v6());
-    (has_v4 && record.spec.gateway.is_none()).then(|| helper_address(record.zone))
-}
-
 async fn ensure_bridge(inner: &Inner, record: &NetworkRecord) -> Result<(u32, bool)> {
     let id = record.spec.uuid;
     let object = validate::object(id);
@@ -328,85 +320,6 @@ async fn quieten(bridge: &str) -> Result<()> {
     bound::blocking("set up", move || sysctl::set_own(&name, "0").during("set up", object)).await
 }
 
-/// Which families a network needs forwarding for.
-pub(crate) fn forwards(spec: &NetworkSpec) -> (bool, bool) {
-    let is_nat = spec.network_type == NetworkType::Nat;
-    (
-        is_nat && spec.ranges().any(|range| !range.is_v6()),
-        is_nat && spec.ranges().any(|range| range.is_v6()),
-    )
-}
-
-async fn switch_forwarding(inner: &Inner, record: &NetworkRecord) -> Result<bool> {
-    let (v4, v6) = forwards(&record.spec);
-    if !v4 && !v6 {
-        return Ok(false);
-    }
-    let _admission = inner.shared.admission.lock().await;
-    inner
-        .store("switch forwarding for", record.spec.uuid.uuid(), move |store| {
-            let notes = store.path(SWITCHES);
-            Ok(sysctl::missing(v4, v6)
-                .map_err(|source| sysctl::SysctlError {
-                    name: "net".to_owned(),
-                    value: "1".to_owned(),
-                    source,
-                })
-                .and_then(|missing| {
-                    if missing.is_empty() {
-                        return Ok(false);
-                    }
-                    sysctl::set(&notes, &missing).map(|()| true)
-                }))
-        })
-        .await?
-        .during("switch forwarding for", validate::object(record.spec.uuid))
-}
-
-/// What the network's dnsmasq is to do.
-pub(crate) fn dhcp_plan(inner: &Inner, record: &NetworkRecord, index: u32) -> Result<Plan> {
-    let device = inner.names.bridge(record.spec.uuid)?.as_str().to_owned();
-    Ok(Plan { device, index, spec: record.spec.clone(), helper: helper(record) })
-}
-
-async fn ensure_dhcp(inner: &Inner, record: &NetworkRecord, index: u32) -> Result<bool> {
-    let id = record.spec.uuid;
-    let object = validate::object(id);
-    let plan = dhcp_plan(inner, record, index)?;
-    let look = plan.clone();
-    if inner.dhcp("serve", &object, move |dnsmasq| dnsmasq.state(id, &look)).await? == State::Runs {
-        return Ok(false);
-    }
-    start_dhcp(inner, record, &plan, Vec::new()).await?;
-    Ok(true)
-}
-
-async fn start_dhcp(
-    inner: &Inner,
-    record: &NetworkRecord,
-    plan: &Plan,
-    forget: Vec<IpAddr>,
-) -> Result<()> {
-    let id = record.spec.uuid;
-    let records = inner.records("serve").await?;
-    let hosts: Vec<(PortId, String)> = records
-        .ports_of(id)
-        .filter_map(|port| Some((port.spec.uuid, dnsmasq::host_line(&port.spec)?)))
-        .collect();
-    inner.dnsmasq.start(id, plan, hosts, forget).await.during("serve", validate::object(id))
-}
-
-/// Starts the network's DHCP server anew, without its leases of these addresses.
-pub(crate) async fn serve_anew(
-    inner: &Inner,
-    record: &NetworkRecord,
-    forget: Vec<IpAddr>,
-) -> Result<()> {
-    let link = own_link(inner, record.spec.uuid).await?;
-    let plan = dhcp_plan(inner, record, link.map_or(0, |link| link.index))?;
-    start_dhcp(inner, record, &plan, forget).await
-}
-
 /// Removes the network.
 pub(crate) async fn destroy(inner: &Inner, network: NetworkId) -> Result<Change> {
     let object = validate::object(network);
@@ -488,21 +401,4 @@ async fn take_apart(inner: &Inner, network: NetworkId) -> Result<bool> {
     }
     fault::point("linux-bridge.network.unplugged")?;
     Ok(changed)
-}
-
-/// Puts the forwarding switches back when no other network needs them.
-async fn restore_forwarding(inner: &Inner, leaving: NetworkId) -> Result<bool> {
-    let _admission = inner.shared.admission.lock().await;
-    let records = inner.records("look at").await?;
-    let mut others = records.good_networks().filter(|record| record.spec.uuid != leaving);
-    if others.any(|record| forwards(&record.spec) != (false, false)) {
-        return Ok(false);
-    }
-    inner
-        .store("switch forwarding back for", leaving.uuid(), |store| {
-            let notes = store.path(SWITCHES);
-            Ok(if sysctl::has_notes(&notes) { sysctl::restore(&notes) } else { Ok(false) })
-        })
-        .await?
-        .during("switch forwarding back for", validate::object(leaving))
 }

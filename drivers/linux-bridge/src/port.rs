@@ -14,10 +14,11 @@ use crate::{
     error::During,
     names::tap_mac,
     netlink::{Link, LinkChange, LinkKind, tap::Tap},
-    network::{check_owner, serve_anew},
+    network::check_owner,
     nft::{Wish, has_own_bridge},
     plan::{Owner, TapStep, TapWanted, owner_of, tap_steps},
     records::{Entry, NetworkRecord, PortRecord, Records},
+    serve::serve_anew,
     sysctl, validate,
 };
 

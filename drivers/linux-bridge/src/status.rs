@@ -12,13 +12,15 @@ use crate::{
     dnsmasq::{self, State},
     driver::Inner,
     error::During,
+    forwarding::forwards,
     names::{Kind, LinkMark, bridge_mac, tap_mac},
     netlink::{Address, Link},
-    network::{self, bridge_wanted, check_owner, dhcp_plan, forwards},
+    network::{self, bridge_wanted, check_owner},
     nft::{ForeignDrop, Mode, Part, View, has_own_bridge},
     plan::{bridge_steps, tap_steps},
     port,
     records::{Entry, NetworkRecord, PortRecord, Records},
+    serve::dhcp_plan,
     sysctl, validate,
 };
 

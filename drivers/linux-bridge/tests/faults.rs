@@ -129,23 +129,21 @@ fn after_a_kill_at_any_point_a_fresh_start_converges_or_clears_everything() {
                 kill_at(dir.path(), point).await;
                 let driver = common::open(dir.path());
                 if finishes {
-                    make(&driver)
-                        .await
-                        .map(drop_change)
-                        .unwrap_or_else(|error| panic!("{point}: {error:?}"));
+                    succeeded(make(&driver).await, point);
                     is_whole(&driver, point).await;
                 }
-                remove(&driver)
-                    .await
-                    .map(drop_change)
-                    .unwrap_or_else(|error| panic!("{point}: {error:?}"));
+                succeeded(remove(&driver).await, point);
                 is_clear(dir.path(), &before, point);
             }
         }
     });
 }
 
-fn drop_change(_: Change) {}
+fn succeeded(answer: Result<Change>, point: &str) {
+    if let Err(error) = answer {
+        panic!("after {point}: {error:?}");
+    }
+}
 
 /// Lets a process live a whole life of the network, until it is killed at the point.
 async fn kill_at(dir: &Path, point: &str) {

@@ -2,8 +2,9 @@ use drivers_api::{HostId, NetworkSpec, NetworkType, PortSpec, Uuid};
 use serde_json::Value;
 
 use super::{
-    listing::Content,
+    listing::{Content, Found},
     ruleset::{Builder, Wanted},
+    transaction::Transaction,
     *,
 };
 use crate::records::{Entry, NetworkRecord, PortRecord, Records};
