@@ -116,7 +116,10 @@ pub(crate) fn plan(manifest: &Manifest) -> Result<Plan> {
 fn nothing_known(manifest: &Manifest) -> ImageError {
     let types: Vec<&str> =
         manifest.layers.iter().take(5).map(|layer| layer.media_type.as_str()).collect();
-    let reason = format!("holds no disk, kernel or UKI; its layers are [{}]", types.join(", "));
+    let reason = format!(
+        "holds no disk, kernel or UKI as docs/images.md names them; its layers are [{}]",
+        types.join(", ")
+    );
     ImageError::malformed("manifest", shown(&reason))
 }
 
@@ -145,7 +148,9 @@ pub(crate) fn kind_of(roles: impl Iterator<Item = Role>) -> Result<ArtifactKind>
     }
 }
 
+/// Files that people write end with a line end, which is no part of the command line.
 fn checked_cmdline(text: &str) -> Result<String> {
+    let text = text.trim();
     if text.len() >= MAX_CMDLINE || text.chars().any(char::is_control) {
         let reason = format!("wanted less than {MAX_CMDLINE} bytes without control characters");
         return Err(ImageError::malformed("kernel command line", reason));
@@ -249,6 +254,7 @@ mod tests {
 
     #[test]
     fn a_command_line_with_control_characters_is_refused() {
+        assert_eq!(checked_cmdline("console=ttyS0 quiet\n").unwrap(), "console=ttyS0 quiet");
         assert!(checked_cmdline("a\nb").is_err());
         assert!(checked_cmdline(&"x".repeat(2048)).is_err());
     }

@@ -192,3 +192,43 @@ async fn what_the_registry_does_not_have_is_not_found_and_a_silent_one_is_unavai
     let error = bed.refused("registry.test/x:1").await;
     expect_kind(&error, ErrorKind::Unavailable, "does not answer");
 }
+
+#[tokio::test]
+async fn what_our_own_script_pushes_is_pulled_as_it_was_meant() {
+    let registry = RealRegistry::start().await.unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name: &str, bytes: &[u8]| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        path
+    };
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../scripts/push-image");
+    let push = async |tag: &str, args: Vec<std::ffi::OsString>| {
+        let reference = format!("{}/script/guest:{tag}", registry.host());
+        let run = host::run::Run::new(script).arg(&reference).args(args);
+        run.success(&Context::new()).await.unwrap();
+        reference
+    };
+    let (vmlinuz, initrd) = (noise(1, 5000), noise(2, 6000));
+    let args = vec![
+        "--kernel".into(),
+        file("vmlinuz", &vmlinuz).into(),
+        "--initrd".into(),
+        file("initrd.gz", &initrd).into(),
+        "--cmdline".into(),
+        file("cmdline", b"console=ttyS0 quiet\n").into(),
+    ];
+    let bed = Bed::new();
+    let status = bed.got(&push("linux", args).await).await;
+    let ImageFiles::Kernel { kernel, initrd: Some(found), cmdline } = &status.files else {
+        panic!("a kernel with an initrd was wanted: {status:?}");
+    };
+    assert_eq!(cmdline.as_deref(), Some("console=ttyS0 quiet"));
+    assert_eq!(std::fs::read(kernel.as_path()).unwrap(), vmlinuz);
+    assert_eq!(std::fs::read(found.as_path()).unwrap(), initrd, "handed on as it is");
+    let packed = zstd(&read_data("img01-control-clean.qcow2"));
+    let args = vec!["--disk".into(), file("disk.qcow2.zst", &packed).into()];
+    let status = bed.got(&push("disk", args).await).await;
+    let ImageFiles::Disk { format, virtual_size, .. } = status.files else { panic!("a disk") };
+    assert_eq!((format, virtual_size), (DiskFormat::Qcow2, 8 << 20));
+}
