@@ -243,8 +243,13 @@ pub(crate) async fn settle(
             outcome.message = why;
             outcome.blocked_by.clone_from(&by);
             put(engine, outcome);
-            let waits = by.is_some_and(|by| engine.board().wait(&by, &key, since));
-            let look_again = if waits { engine.settings.slow } else { engine.settings.event_delay };
+            let look_again = match by {
+                Some(by) if engine.board().wait(&by, &key, since) => engine.settings.slow,
+                // It changed since this pass looked.
+                Some(_) => Duration::ZERO,
+                // Nobody tells when something that is not wanted goes.
+                None => engine.settings.backoff.most,
+            };
             engine.queue.wake(&key, Instant::now() + look_again);
             return;
         }
@@ -412,6 +417,13 @@ pub(crate) fn compare(engine: &Engine, key: &Key) -> bool {
             let before =
                 engine.board().get(key).filter(|s| s.phase == Phase::RestartNeeded).cloned();
             outcome.message = before.map_or(what, |status| status.message);
+        }
+        // It waits for that change already.
+        Verdict::Blocked { by: by @ Some(_), .. } => {
+            return engine
+                .board()
+                .get(key)
+                .is_some_and(|status| status.phase == Phase::Blocked && status.blocked_by == by);
         }
         Verdict::Blocked { .. }
         | Verdict::Waiting { .. }

@@ -92,13 +92,21 @@ impl MemoryStore {
         })
     }
 
-    /// Puts an object in, as an agent's `apply` does: a changed one gets the next generation, one whose name is being
-    /// deleted waits as the tombstone's successor.
+    /// Puts an object in, as an agent's `apply` does: see [`MemoryStore::apply_all`].
     pub fn apply(&self, object: Wanted) {
-        self.change(|set| match set.get(&object.key()) {
-            None => set.with(object),
-            Some(old) if old.deleting => set.with(old.with_successor(object)),
-            Some(old) => set.with(old.next(object)),
+        self.apply_all([object]);
+    }
+
+    /// Puts objects in: a changed one gets the next generation, one whose name is being deleted waits as the tombstone's
+    /// successor.
+    pub fn apply_all(&self, objects: impl IntoIterator<Item = Wanted>) {
+        self.change(|set| {
+            let merge = |object: Wanted| match set.get(&object.key()) {
+                None => object,
+                Some(old) if old.deleting => old.with_successor(object),
+                Some(old) => old.next(object),
+            };
+            set.with_all(objects.into_iter().map(merge))
         });
     }
 

@@ -9,7 +9,7 @@ use super::common::{
 use conformance::reference::Op;
 use drivers_api::VmPower;
 use reconciler::{
-    status::Phase,
+    status::{Phase, StatusEvent},
     store::WantedStore,
     wanted::{Kind, WantedSpec},
 };
@@ -273,4 +273,76 @@ async fn an_instance_waits_for_what_it_names_and_starts_at_once_when_that_is_the
         node.store.snapshot().get(&instance_key("web")).unwrap().spec,
         WantedSpec::Instance(_)
     ));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_shutdown_cancels_what_runs_and_leaves_the_vms() {
+    let node = Node::hello();
+    let reconciler = node.start();
+    converged(&node, &reconciler).await;
+    node.store.apply(volume("slow", 1));
+    node.host.hang(Op::EnsureVolume, None);
+    until("a step hangs", 5, || node.host.calls(Op::EnsureVolume) == 2).await;
+    let begun = tokio::time::Instant::now();
+    reconciler.shutdown().await;
+    assert!(begun.elapsed() < Duration::from_secs(1));
+    node.host.release();
+    node.store.apply(volume("late", 1));
+    settle().await;
+    assert_eq!(node.host.census().count("volumes"), 1, "no step is begun after a shutdown");
+    assert!(node.host.vmm_pid(vm("web")).is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn subscribers_are_told_of_steps_statuses_and_ends() {
+    let node = Node::hello();
+    let reconciler = node.start();
+    let mut events = reconciler.subscribe();
+    converged(&node, &reconciler).await;
+    node.store.delete(&instance_key("web"));
+    until("it is gone", 20, || node.store.snapshot().get(&instance_key("web")).is_none()).await;
+    settle().await;
+    let (mut steps, mut ready, mut gone, mut host) = (0, 0, 0, 0);
+    while let Ok(event) = events.try_recv() {
+        match event {
+            StatusEvent::Step(_) => steps += 1,
+            StatusEvent::Changed(status) if status.phase == Phase::Ready => ready += 1,
+            StatusEvent::Gone { .. } => gone += 1,
+            StatusEvent::Host { .. } => host += 1,
+            _ => {}
+        }
+    }
+    assert_eq!((steps, gone), (7 + 4, 1), "made in seven steps, removed in four");
+    assert!(ready >= 5 && host > 0, "{ready} {host}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_volume_that_an_unwanted_vm_holds_is_deleted_once_that_vm_is_gone() {
+    let node = Node::hello();
+    let reconciler = node.start();
+    converged(&node, &reconciler).await;
+    drop(reconciler);
+    // The store forgot the instance alone, as a restore of an old copy does.
+    let mut old = Node::new();
+    old.host = node.host.clone();
+    for object in node.store.snapshot().iter().filter(|object| object.key() != instance_key("web"))
+    {
+        old.store.put((**object).clone());
+    }
+    let reconciler = old.start();
+    converged(&old, &reconciler).await;
+    for kind in [Kind::Volume, Kind::Network] {
+        old.store.delete(&key(kind, if kind == Kind::Volume { "root" } else { "net" }));
+    }
+    tokio::time::sleep(Duration::from_secs(600)).await;
+    assert_eq!(old.host.census().count("attachments"), 1, "an unclaimed VM is never touched");
+    let gets = old.host.calls(Op::GetVolume);
+    assert!(gets < 100, "it is not asked all the time: {gets}");
+    old.host.remove_vm(vm("web"));
+    until("both are gone", 120, || {
+        let set = old.store.snapshot();
+        set.of_kind(Kind::Volume).count() + set.of_kind(Kind::Network).count() == 0
+    })
+    .await;
+    assert_eq!(old.host.census().count("ports"), 0);
 }

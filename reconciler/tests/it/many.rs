@@ -55,3 +55,35 @@ async fn a_resync_of_unchanged_objects_asks_for_lists_and_nothing_else() {
     assert_eq!((count(), node.host.writes()), (before, writes));
     assert!((9..=11).contains(&(node.host.calls(Op::ListVms) - lists)));
 }
+
+/// How long this thread has been on a CPU: the first field of `schedstat`, in nanoseconds
+/// (`Documentation/scheduler/sched-stats.rst` of the kernel).
+fn cpu_time() -> Duration {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
+    let nanos = text.split_whitespace().next().and_then(|field| field.parse().ok());
+    Duration::from_nanos(nanos.expect("the kernel keeps schedstat"))
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_resync_of_a_thousand_unchanged_instances_is_cheap_even_unoptimised() {
+    let node = Node::new();
+    node.store.apply(image("kernel"));
+    node.store.apply(network("net", "10.0.0.0/16"));
+    let all = (0..1_000).map(|at| instance(&format!("vm{at}"), &[], &["net"]));
+    node.store.apply_all(all);
+    let reconciler = node.start();
+    let ready = || {
+        let statuses = reconciler.statuses();
+        statuses.iter().filter(|status| status.phase == Phase::Ready).count() == 1_002
+    };
+    while !ready() {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    settle().await;
+    let (writes, begun) = (node.host.writes(), cpu_time());
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    let resync = cpu_time() - begun;
+    assert_eq!(node.host.writes(), writes);
+    // Measured with debug assertions: 1.8 s for 10,000, the in-memory driver's own part included.
+    assert!(resync < Duration::from_millis(600), "{resync:?}");
+}

@@ -352,7 +352,7 @@ impl World {
 
 /// How many worlds are tried: more where somebody has the time.
 fn cases() -> u32 {
-    std::env::var("BCD_WILD_CASES").ok().and_then(|text| text.parse().ok()).unwrap_or(64)
+    std::env::var("BCD_WILD_CASES").ok().and_then(|text| text.parse().ok()).unwrap_or(40)
 }
 
 proptest! {
