@@ -29,6 +29,7 @@ mod network;
 mod odd;
 mod options;
 mod report;
+mod runner;
 #[expect(clippy::let_underscore_must_use, reason = "cases look at the host, not at each answer")]
 mod volume;
 

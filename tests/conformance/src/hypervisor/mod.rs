@@ -13,7 +13,8 @@ use drivers_api::{Change, HostInfo, Hypervisor, Mark, VmSpec, VmState, VmStatus}
 
 use crate::{
     Census, DriverKind, HypervisorBench, Options, Report,
-    kit::{Case, Check, Run, Subject, cases, expect, failed, run_cases, same},
+    kit::{Case, Check, Run, Subject, cases, expect, failed, same},
+    runner::run_cases,
 };
 
 /// Checks a hypervisor driver.

@@ -10,7 +10,8 @@ use drivers_api::{Change, HostInfo, Image, ImageRef, ImageStatus, Outcome};
 
 use crate::{
     Census, DriverKind, ImageBench, Options, Report,
-    kit::{Case, Check, Run, Subject, cases, expect, failed, run_cases, same},
+    kit::{Case, Check, Run, Subject, cases, expect, failed, same},
+    runner::run_cases,
 };
 
 /// Checks an image driver.

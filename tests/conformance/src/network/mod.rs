@@ -15,7 +15,8 @@ use drivers_api::{
 
 use crate::{
     Census, DriverKind, NetworkBench, Options, Report,
-    kit::{Case, Check, Run, Subject, cases, expect, failed, run_cases, same},
+    kit::{Case, Check, Run, Subject, cases, expect, failed, same},
+    runner::run_cases,
 };
 
 /// Checks a network driver.

@@ -216,7 +216,7 @@ impl NetworkBench for ReferenceBench {
     }
 
     fn network_parts(&self) -> Vec<&'static str> {
-        super::network::NETWORK_PARTS.to_vec()
+        super::links::NETWORK_PARTS.to_vec()
     }
 
     async fn remove_network_part(&self, network: &NetworkSpec, part: &str) -> Plant {
@@ -228,7 +228,7 @@ impl NetworkBench for ReferenceBench {
     }
 
     fn port_parts(&self) -> Vec<&'static str> {
-        super::network::PORT_PARTS.to_vec()
+        super::links::PORT_PARTS.to_vec()
     }
 
     async fn remove_port_part(&self, port: &PortSpec, part: &str) -> Plant {

@@ -14,7 +14,8 @@ use super::{
     events::{self, Hub},
     hypervisor::ReferenceHypervisor,
     image::{Cache, ReferenceImage},
-    network::{Links, ReferenceNetwork},
+    links::Links,
+    network::ReferenceNetwork,
     vm::Machines,
     volume::{Disks, ReferenceVolume},
 };

@@ -14,6 +14,7 @@ mod events;
 mod host;
 mod hypervisor;
 mod image;
+mod links;
 mod network;
 mod op;
 mod vm;

@@ -14,7 +14,8 @@ use drivers_api::{
 
 use crate::{
     Census, DriverKind, Options, Report, VolumeBench,
-    kit::{Case, Check, Run, Subject, cases, expect, failed, run_cases, same},
+    kit::{Case, Check, Run, Subject, cases, expect, failed, same},
+    runner::run_cases,
 };
 
 /// Checks a volume driver.
