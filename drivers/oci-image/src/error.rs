@@ -19,7 +19,7 @@ pub(crate) enum ImageError {
     #[error("{what} is too large: more than {limit} bytes")]
     TooLarge { what: String, limit: u64 },
     /// Not enough room.
-    #[error("{what} needs {needed} bytes, {free} are free")]
+    #[error("{what} needs {needed} bytes, {free} are free for the cache")]
     NoRoom { what: String, needed: u64, free: u64 },
     /// The other side does not have it.
     #[error("{what}: {reason}")]

@@ -47,3 +47,32 @@ pub const FAULT_POINTS: &[&str] = &[
     "image.delete.content-removed",
     "image.collect.references-removed",
 ];
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::BTreeSet, path::Path};
+
+    fn points_in(dir: &Path, found: &mut BTreeSet<String>) {
+        for entry in std::fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                points_in(&path, found);
+            } else {
+                let text = std::fs::read_to_string(&path).unwrap();
+                let names = text.split("fault::point(\"").skip(1);
+                found.extend(names.filter_map(|rest| rest.split('"').next()).map(str::to_owned));
+            }
+        }
+    }
+
+    #[test]
+    fn every_fault_point_is_listed() {
+        let mut found = BTreeSet::new();
+        points_in(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
+        // This test's own text has the marker too.
+        found.retain(|name| name.starts_with("image."));
+        let listed: BTreeSet<String> =
+            super::FAULT_POINTS.iter().map(ToString::to_string).collect();
+        assert_eq!(found, listed);
+    }
+}

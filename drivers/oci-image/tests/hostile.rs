@@ -8,42 +8,57 @@ use std::path::Path;
 
 use common::{Bed, data, expect_kind, gzip, noise, raw_disk, read_data, tar};
 use drivers_api::{Context, DiskFormat, ErrorKind, Image, ImageFiles, ImageRef};
-use testbed::registry::{Artifact, Blob, FakeRegistry, Layout, Manifest, Reply, digest_of};
+use testbed::{
+    netns::{in_netns, tool},
+    registry::{Artifact, Blob, FakeRegistry, Layout, Manifest, Reply, digest_of},
+};
 
 const GZIP_LAYER: &str = "application/vnd.oci.image.layer.v1.tar+gzip";
 const ESCAPE: &str = "/tmp/agent-escape";
 const CANARY: &str = "/tmp/agent-canary/secret";
 
-/// The canary of the inputs; its path is fixed in them.
+/// Runs a body with a `/tmp` of its own, since the inputs name fixed paths there.
+fn in_private_tmp<F: Future<Output = ()>>(body: impl FnOnce() -> F + Send + 'static) {
+    in_netns(|| async {
+        tool(&["mount", "-t", "tmpfs", "-o", "mode=1777,size=2g", "bcd-test", "/tmp"]);
+        plant_canary();
+        body().await;
+    });
+}
+
+/// The canary of the inputs.
 fn plant_canary() {
     std::fs::create_dir_all(Path::new(CANARY).parent().unwrap()).unwrap();
     std::fs::create_dir_all(ESCAPE).unwrap();
     std::fs::write(CANARY, vec![b'S'; 10 << 20]).unwrap();
 }
 
-#[tokio::test]
-async fn pth_01_no_layer_entry_escapes_the_cache() {
-    plant_canary();
-    let registry = FakeRegistry::start().await.unwrap();
-    let layout = Layout::read(&data("pth01-oci-layout")).unwrap();
-    registry.put_layout("pth", &layout);
-    assert_eq!(layout.tags.len(), 13);
-    for (tag, _) in &layout.tags {
-        let bed = Bed::new();
-        let reference = format!("{}/pth:{tag}", registry.host());
-        if tag == "control" {
-            let outcome = bed.pull(&reference).await.unwrap();
-            let path = outcome.value.files.main_path().as_path().to_owned();
-            assert_eq!(std::fs::read(&path).unwrap(), b"fine\n");
-            assert!(path.canonicalize().unwrap().starts_with(bed.cache().canonicalize().unwrap()));
-        } else {
-            let error = bed.refused(&reference).await;
-            assert_eq!(error.kind(), ErrorKind::InvalidSpec, "{tag}: {error}");
+#[test]
+fn pth_01_no_layer_entry_escapes_the_cache() {
+    in_private_tmp(|| async {
+        let registry = FakeRegistry::start().await.unwrap();
+        let layout = Layout::read(&data("pth01-oci-layout")).unwrap();
+        registry.put_layout("pth", &layout);
+        assert_eq!(layout.tags.len(), 13);
+        for (tag, _) in &layout.tags {
+            let bed = Bed::new();
+            let reference = format!("{}/pth:{tag}", registry.host());
+            if tag == "control" {
+                let outcome = bed.pull(&reference).await.unwrap();
+                let path = outcome.value.files.main_path().as_path().to_owned();
+                assert_eq!(std::fs::read(&path).unwrap(), b"fine\n");
+                assert!(
+                    path.canonicalize().unwrap().starts_with(bed.cache().canonicalize().unwrap())
+                );
+            } else {
+                let error = bed.refused(&reference).await;
+                assert_eq!(error.kind(), ErrorKind::InvalidSpec, "{tag}: {error}");
+            }
+            let escaped = std::fs::read_dir(ESCAPE).unwrap().count();
+            assert_eq!(escaped, 0, "{tag} wrote outside of the cache");
+            assert!(std::fs::read(CANARY).unwrap().iter().all(|byte| *byte == b'S'), "{tag}");
         }
-        let escaped = std::fs::read_dir(ESCAPE).unwrap().count();
-        assert_eq!(escaped, 0, "{tag} wrote outside of the cache");
-        assert!(std::fs::read(CANARY).unwrap().iter().all(|byte| *byte == b'S'), "{tag}");
-    }
+    });
 }
 
 #[tokio::test]
@@ -181,65 +196,79 @@ async fn pro_05_a_flipped_byte_in_the_cache_is_found_before_the_file_is_used() {
     assert!(bed.driver.verify(&cx, &parsed).await.unwrap());
 }
 
-#[tokio::test]
-async fn img_01_a_qcow2_image_that_names_another_file_is_refused_at_the_pull() {
-    plant_canary();
-    let registry = FakeRegistry::start().await.unwrap();
-    for name in [
-        "img01-control-clean",
-        "img01-backing-shadow",
-        "img01-backing-canary",
-        "img01-backing-relative",
-        "img01-backing-nofmt",
-        "img01-datafile-canary",
-    ] {
-        let bytes = read_data(&format!("{name}.qcow2"));
-        let media = "application/vnd.bcd.disk.qcow2.v1";
-        let layer = |path: &str| Blob::new(GZIP_LAYER, gzip(&tar(&[(path, &bytes)])));
-        registry.put("img", "plain", &Artifact::new(vec![Blob::new(media, bytes.clone())]));
-        registry.put("img", "named", &Artifact::container("amd64", vec![layer("disk/a.qcow2")]));
-        registry.put("img", "unnamed", &Artifact::container("amd64", vec![layer("disk/a.img")]));
-        for tag in ["plain", "named", "unnamed"] {
-            let bed = Bed::new();
-            let reference = format!("{}/img:{tag}", registry.host());
-            if name == "img01-control-clean" {
-                let outcome = bed.pull(&reference).await.unwrap();
-                let ImageFiles::Disk { format, .. } = outcome.value.files else { panic!("a disk") };
-                assert_eq!(format, DiskFormat::Qcow2);
-                continue;
-            }
-            let error = bed.refused(&reference).await;
-            let feature = if name.contains("datafile") { "data file" } else { "backing file" };
-            expect_kind(&error, ErrorKind::InvalidSpec, feature);
-            for secret in ["/etc/shadow", "agent-canary", "SSSS"] {
-                assert!(!error.chain().contains(secret), "{error}");
+#[test]
+fn img_01_a_qcow2_image_that_names_another_file_is_refused_at_the_pull() {
+    in_private_tmp(|| async {
+        let registry = FakeRegistry::start().await.unwrap();
+        for name in [
+            "img01-control-clean",
+            "img01-backing-shadow",
+            "img01-backing-canary",
+            "img01-backing-relative",
+            "img01-backing-nofmt",
+            "img01-datafile-canary",
+        ] {
+            let bytes = read_data(&format!("{name}.qcow2"));
+            let media = "application/vnd.bcd.disk.qcow2.v1";
+            let layer = |path: &str| Blob::new(GZIP_LAYER, gzip(&tar(&[(path, &bytes)])));
+            registry.put("img", "plain", &Artifact::new(vec![Blob::new(media, bytes.clone())]));
+            registry.put(
+                "img",
+                "named",
+                &Artifact::container("amd64", vec![layer("disk/a.qcow2")]),
+            );
+            registry.put(
+                "img",
+                "unnamed",
+                &Artifact::container("amd64", vec![layer("disk/a.img")]),
+            );
+            for tag in ["plain", "named", "unnamed"] {
+                let bed = Bed::new();
+                let reference = format!("{}/img:{tag}", registry.host());
+                if name == "img01-control-clean" {
+                    let outcome = bed.pull(&reference).await.unwrap();
+                    let ImageFiles::Disk { format, .. } = outcome.value.files else {
+                        panic!("a disk")
+                    };
+                    assert_eq!(format, DiskFormat::Qcow2);
+                    continue;
+                }
+                let error = bed.refused(&reference).await;
+                let feature = if name.contains("datafile") { "data file" } else { "backing file" };
+                expect_kind(&error, ErrorKind::InvalidSpec, feature);
+                for secret in ["/etc/shadow", "agent-canary", "SSSS"] {
+                    assert!(!error.chain().contains(secret), "{error}");
+                }
             }
         }
-    }
+    });
 }
 
-#[tokio::test]
-async fn img_02_a_vmdk_descriptor_is_plain_bytes_or_refused_and_never_recognised() {
-    plant_canary();
-    let registry = FakeRegistry::start().await.unwrap();
-    for name in ["device-extent", "flat-canary", "flat-relative", "two-extents"] {
-        let bytes = read_data(&format!("img02-{name}.vmdk"));
-        for (title, raw) in [("disk.raw", true), ("disk.img", true), ("disk.qcow2", false)] {
-            let blob = Blob::new("application/octet-stream", bytes.clone()).title(title);
-            registry.put("img", "v", &Artifact::new(vec![blob]));
-            let bed = Bed::new();
-            let reference = format!("{}/img:v", registry.host());
-            if raw {
-                let outcome = bed.pull(&reference).await.unwrap();
-                let ImageFiles::Disk { path, format, .. } = outcome.value.files else { panic!() };
-                assert_eq!(format, DiskFormat::Raw);
-                assert_eq!(std::fs::read(path.as_path()).unwrap(), bytes);
-            } else {
-                let error = bed.refused(&reference).await;
-                expect_kind(&error, ErrorKind::InvalidSpec, "qcow2");
+#[test]
+fn img_02_a_vmdk_descriptor_is_plain_bytes_or_refused_and_never_recognised() {
+    in_private_tmp(|| async {
+        let registry = FakeRegistry::start().await.unwrap();
+        for name in ["device-extent", "flat-canary", "flat-relative", "two-extents"] {
+            let bytes = read_data(&format!("img02-{name}.vmdk"));
+            for (title, raw) in [("disk.raw", true), ("disk.img", true), ("disk.qcow2", false)] {
+                let blob = Blob::new("application/octet-stream", bytes.clone()).title(title);
+                registry.put("img", "v", &Artifact::new(vec![blob]));
+                let bed = Bed::new();
+                let reference = format!("{}/img:v", registry.host());
+                if raw {
+                    let outcome = bed.pull(&reference).await.unwrap();
+                    let ImageFiles::Disk { path, format, .. } = outcome.value.files else {
+                        panic!()
+                    };
+                    assert_eq!(format, DiskFormat::Raw);
+                    assert_eq!(std::fs::read(path.as_path()).unwrap(), bytes);
+                } else {
+                    let error = bed.refused(&reference).await;
+                    expect_kind(&error, ErrorKind::InvalidSpec, "qcow2");
+                }
             }
         }
-    }
+    });
 }
 
 #[tokio::test]
