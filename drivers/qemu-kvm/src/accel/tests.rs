@@ -1,7 +1,7 @@
 use super::*;
 use crate::config::QemuConfig;
 
-async fn inner(dir: &Path, choice: AccelChoice, allow_tcg: bool) -> std::sync::Arc<Inner> {
+fn inner(dir: &Path, choice: AccelChoice, allow_tcg: bool) -> std::sync::Arc<Inner> {
     let node = "0d9e8f7a-6b5c-4d3e-8f2a-1b0c9d8e7f6a".parse().unwrap();
     let mut config = QemuConfig::new(node, "test", dir.join("state"), dir.join("run"));
     config.accel = choice;
@@ -28,7 +28,7 @@ async fn the_probe_guest_is_what_its_source_says() {
 #[tokio::test]
 async fn the_probe_guest_comes_back_under_an_accelerator_that_works() {
     let dir = tempfile::tempdir().unwrap();
-    let inner = inner(dir.path(), AccelChoice::Auto, true).await;
+    let inner = inner(dir.path(), AccelChoice::Auto, true);
     // TCG does several hundred million instructions a second, so it passes where half a million would not.
     assert!(probe(&inner, &Context::new(), "tcg").await.unwrap());
     assert_eq!(std::fs::read_dir(dir.path().join("run")).unwrap().count(), 0, "nothing is left");
@@ -37,7 +37,7 @@ async fn the_probe_guest_comes_back_under_an_accelerator_that_works() {
 #[tokio::test]
 async fn the_answer_is_kept_for_this_boot_and_version_only() {
     let dir = tempfile::tempdir().unwrap();
-    let inner = inner(dir.path(), AccelChoice::Auto, true).await;
+    let inner = inner(dir.path(), AccelChoice::Auto, true);
     let cache = dir.path().join("run/accel.json");
     let write = |boot: &str, kvm| {
         let cached = Cached { boot: boot.to_owned(), version: "QEMU test".to_owned(), kvm };
@@ -55,7 +55,7 @@ async fn the_answer_is_kept_for_this_boot_and_version_only() {
 async fn tcg_is_taken_only_where_it_is_allowed() {
     let dir = tempfile::tempdir().unwrap();
     for (allow, wanted) in [(true, Some(Accel::Tcg)), (false, None)] {
-        let inner = inner(dir.path(), AccelChoice::Auto, allow).await;
+        let inner = inner(dir.path(), AccelChoice::Auto, allow);
         let cached =
             Cached { boot: boot_id().unwrap(), version: "QEMU test".to_owned(), kvm: false };
         let cache = dir.path().join("run/accel.json");

@@ -5,7 +5,7 @@ use host::{bound::check, fault};
 
 use super::{
     COMMAND, Known, keep, keep_running, monitor, need, qmp_error,
-    unplug::{Unplugged, unplug},
+    unplug::{Unplugged, close_node, unplug},
 };
 use crate::{
     devices,
@@ -21,6 +21,7 @@ pub(crate) async fn attach(op: &Op, cx: &Context, disk: &DiskSpec) -> Result<Cha
     const DOING: &str = "attach disk to";
     devices::check_disk(disk)?;
     check(cx, DOING, label(op.id()))?;
+    settle(op, cx, disk.volume_uuid).await?;
     let Known { mut record, live } = need(op, DOING).await?;
     check_against(op, &record, live.as_ref().map(|(_, running)| running), disk)?;
     let known = record.devices.disks.iter().any(|entry| entry.disk == *disk);
@@ -62,6 +63,24 @@ pub(crate) async fn attach(op: &Op, cx: &Context, disk: &DiskSpec) -> Result<Cha
     plugged.map(|()| Change::Changed)
 }
 
+/// Finishes a pending removal of what is wanted again, if the guest lets go of it soon.
+async fn settle(op: &Op, cx: &Context, volume: VolumeId) -> Result<()> {
+    const DOING: &str = "attach disk to";
+    let Known { live, .. } = need(op, DOING).await?;
+    let Some((live, running)) = live else { return Ok(()) };
+    let Some(entry) = find(&running.devices.disks, volume).filter(|entry| entry.detaching) else {
+        return Ok(());
+    };
+    let name = entry.disk.name.clone();
+    let removal = pull(op, cx, &live, running, volume);
+    if let Ok(removed) = tokio::time::timeout(super::SOON, removal).await {
+        return removed.map(drop);
+    }
+    let reason = format!("the removal of disk {name} is pending");
+    Err(Error::new(ErrorKind::Unavailable, DOING, label(op.id()), reason)
+        .with_remedy("repeat when the guest has let go of it"))
+}
+
 fn find(disks: &[DiskEntry], volume: VolumeId) -> Option<&DiskEntry> {
     disks.iter().find(|entry| entry.disk.volume_uuid == volume)
 }
@@ -85,12 +104,6 @@ fn check_against(
     for entry in record.devices.disks.iter().chain(running) {
         let other = &entry.disk;
         if other.volume_uuid == disk.volume_uuid {
-            if entry.detaching {
-                let reason = format!("the removal of disk {} is pending", other.name);
-                let error =
-                    Error::new(ErrorKind::Unavailable, "attach disk to", label(op.id()), reason);
-                return Err(error.with_remedy("repeat when the guest has let go of it"));
-            }
             if other != disk {
                 return conflict(format!(
                     "volume {} is attached in another way, as disk {}; detach it first",
@@ -126,15 +139,14 @@ async fn plug(
     }
     let node = devices::node_name(disk.volume_uuid);
     let fail = |error| qmp_error(op, DOING, error);
-    let nodes = client.block_nodes(COMMAND).await.map_err(fail)?;
-    if !nodes.iter().any(|found| found.name.as_deref() == Some(node.as_str())) {
-        let opened = client.blockdev_add(devices::blockdev(disk)?, COMMAND).await;
-        if let Err(error) = opened {
-            forget(op, DOING, running, disk.volume_uuid).await?;
-            return Err(fail(error));
-        }
-        fault::point("qemu.attach-disk.opened")?;
+    // A node without its device was left by a crash, or by a device that has just gone.
+    let id = devices::disk_id(disk.volume_uuid);
+    close_node(client, &id, &node).await.map_err(fail)?;
+    if let Err(error) = client.blockdev_add(devices::blockdev(disk)?, COMMAND).await {
+        forget(op, DOING, running, disk.volume_uuid).await?;
+        return Err(fail(error));
     }
+    fault::point("qemu.attach-disk.opened")?;
     for device in devices::disk_devices(&entry) {
         if let Err(error) = client.device_add(device, COMMAND).await {
             if error.is_open() {
@@ -142,7 +154,6 @@ async fn plug(
             }
             let error = fail(error);
             // A controller that was added before its disk goes too; what is not there is no matter.
-            let id = devices::disk_id(disk.volume_uuid);
             drop(client.device_del(&id, COMMAND).await);
             drop(client.blockdev_del(&node, COMMAND).await);
             forget(op, DOING, running, disk.volume_uuid).await?;
@@ -209,9 +220,8 @@ async fn pull(
     }
     if live.exit().is_none() {
         let node = devices::node_name(volume);
-        match client.blockdev_del(&node, COMMAND).await {
+        match close_node(&client, &id, &node).await {
             Ok(()) => {}
-            Err(error) if error.is_absent() => {}
             Err(_) if live.exit().is_some() => {}
             Err(error) => return Err(qmp_error(op, DOING, error)),
         }

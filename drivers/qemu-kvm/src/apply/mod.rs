@@ -23,6 +23,9 @@ use drivers_api::{Error, ErrorKind, Result};
 /// How long a monitor may take for one command. The context ends the whole call before, where it allows less.
 pub(crate) const COMMAND: Duration = Duration::from_secs(10);
 
+/// How long a device that is wanted again is waited for, when its removal is pending.
+pub(crate) const SOON: Duration = Duration::from_secs(5);
+
 /// A VM that is there: its record, and what it runs as.
 pub(crate) struct Known {
     pub(crate) record: VmRecord,

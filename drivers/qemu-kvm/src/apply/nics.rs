@@ -21,6 +21,7 @@ use crate::{
 pub(crate) async fn attach(op: &Op, cx: &Context, nic: &NicHandle) -> Result<Change> {
     const DOING: &str = "attach NIC to";
     check(cx, DOING, label(op.id()))?;
+    settle(op, cx, &nic.device).await?;
     let Known { mut record, live } = need(op, DOING).await?;
     check_against(op, &record, live.as_ref().map(|(_, running)| running), nic)?;
     let known = record.devices.nics.iter().any(|entry| entry.nic == *nic);
@@ -59,6 +60,25 @@ pub(crate) async fn attach(op: &Op, cx: &Context, nic: &NicHandle) -> Result<Cha
     plugged.map(|()| Change::Changed)
 }
 
+/// Finishes a pending removal of what is wanted again, if the guest lets go of it soon.
+async fn settle(op: &Op, cx: &Context, device: &IfName) -> Result<()> {
+    const DOING: &str = "attach NIC to";
+    let Known { live, .. } = need(op, DOING).await?;
+    let Some((live, running)) = live else { return Ok(()) };
+    let Some(entry) = find(&running.devices.nics, device).filter(|entry| entry.detaching) else {
+        return Ok(());
+    };
+    let name = entry.nic.name.clone();
+    let nic = entry.nic.clone();
+    let removal = pull(op, cx, &live, running, &nic);
+    if let Ok(removed) = tokio::time::timeout(super::SOON, removal).await {
+        return removed.map(drop);
+    }
+    let reason = format!("the removal of NIC {name} is pending");
+    Err(Error::new(ErrorKind::Unavailable, DOING, label(op.id()), reason)
+        .with_remedy("repeat when the guest has let go of it"))
+}
+
 fn find<'a>(nics: &'a [NicEntry], device: &IfName) -> Option<&'a NicEntry> {
     nics.iter().find(|entry| entry.nic.device == *device)
 }
@@ -81,11 +101,6 @@ fn check_against(
     let running = running.map(|running| running.devices.nics.as_slice()).unwrap_or_default();
     for entry in record.devices.nics.iter().chain(running) {
         let other = &entry.nic;
-        if other.device == nic.device && entry.detaching {
-            let reason = format!("the removal of NIC {} is pending", other.name);
-            let remedy = "repeat when the guest has let go of it";
-            return fail(ErrorKind::Unavailable, reason, remedy);
-        }
         let same_place = other.device == nic.device
             || other.name == nic.name
             || other.mac == nic.mac

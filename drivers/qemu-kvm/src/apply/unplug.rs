@@ -16,6 +16,10 @@ use crate::{
 
 /// Between two requests: one that comes before the guest listens is lost.
 const ASK_AGAIN: Duration = Duration::from_secs(5);
+/// How long QEMU may take to let go of the node of a device that is gone.
+const LETTING_GO: Duration = Duration::from_secs(5);
+/// Between two attempts to close such a node, where no event comes.
+const ASK_NODE_AGAIN: Duration = Duration::from_millis(20);
 /// How long a guest may take where the context has no deadline.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -96,5 +100,36 @@ async fn insist(client: &Client, id: &str) -> std::result::Result<Unplugged, Qmp
         if let Ok(answer) = answer.await {
             return answer;
         }
+    }
+}
+
+/// Closes a block node whose device is gone or was never plugged. Not there: nothing.
+///
+/// QEMU takes a device out of its tree first and lets go of its node a little later, with the event; until then the node is
+/// "in use". The event may have passed before, so a timer asks again too.
+pub(crate) async fn close_node(
+    client: &Client,
+    device: &str,
+    node: &str,
+) -> std::result::Result<(), QmpError> {
+    let mut events = client.events();
+    let begun = tokio::time::Instant::now();
+    loop {
+        match client.blockdev_del(node, COMMAND).await {
+            Ok(()) => return Ok(()),
+            Err(error) if error.is_absent() => return Ok(()),
+            Err(error) if error.is_in_use() && begun.elapsed() < LETTING_GO => {
+                tracing::debug!(node, %error, "the node is let go of soon");
+            }
+            Err(error) => return Err(error),
+        }
+        let event = async {
+            while let Ok(event) = events.recv().await {
+                if event.name == "DEVICE_DELETED" && event.text("device") == Some(device) {
+                    return;
+                }
+            }
+        };
+        drop(tokio::time::timeout(ASK_NODE_AGAIN, event).await);
     }
 }

@@ -46,6 +46,14 @@ impl QmpError {
         }
     }
 
+    /// Whether QEMU said that a device still uses the node.
+    pub(crate) fn is_in_use(&self) -> bool {
+        match self {
+            Self::Refused { description, .. } => description.ends_with("is in use"),
+            Self::Io { .. } | Self::Closed | Self::Silent { .. } | Self::Malformed { .. } => false,
+        }
+    }
+
     /// Whether it is unknown if the command took effect.
     pub(crate) const fn is_open(&self) -> bool {
         match self {

@@ -1,7 +1,5 @@
 //! A place for a driver on real QEMU: directories of its own, the tiny guest, and the end of every VMM with the test.
 
-#![allow(dead_code, reason = "each test file uses its own part")]
-
 use std::{
     path::{Path, PathBuf},
     time::Duration,
@@ -17,21 +15,43 @@ use tokio::time::{Instant, timeout};
 pub(crate) const NODE: &str = "0d9e8f7a-6b5c-4d3e-8f2a-1b0c9d8e7f6a";
 
 pub(crate) struct Bed {
-    pub(crate) dir: tempfile::TempDir,
+    pub(crate) dir: Dir,
     pub(crate) kernel: PathBuf,
 }
 
 impl Drop for Bed {
     fn drop(&mut self) {
-        testbed::guest::end_vmms_below(self.dir.path());
+        if let Dir::Own(dir) = &self.dir {
+            testbed::guest::end_vmms_below(dir.path());
+        }
+    }
+}
+
+/// A directory that goes with the bed, or one of another process's bed.
+pub(crate) enum Dir {
+    Own(tempfile::TempDir),
+    Other(PathBuf),
+}
+
+impl Dir {
+    pub(crate) fn path(&self) -> &Path {
+        match self {
+            Self::Own(dir) => dir.path(),
+            Self::Other(path) => path,
+        }
     }
 }
 
 impl Bed {
+    /// The bed of another process, by its directory.
+    pub(crate) fn at(dir: &Path) -> Self {
+        Self { dir: Dir::Other(dir.to_owned()), kernel: dir.join("tiny.elf") }
+    }
+
     pub(crate) fn new() -> Self {
         let dir = tempfile::Builder::new().prefix("bcd-qemu-").tempdir().unwrap();
         let kernel = testbed::guest::tiny(dir.path()).unwrap();
-        Self { dir, kernel }
+        Self { dir: Dir::Own(dir), kernel }
     }
 
     pub(crate) fn config(&self) -> QemuConfig {

@@ -1,10 +1,8 @@
 //! Disks and NICs that come and go, on real QEMU with a guest that lets go of them or not.
 
-mod common;
-
 use std::time::Duration;
 
-use common::*;
+use crate::common::*;
 use drivers_api::{
     Backing, Change, DiskBus, ErrorKind, Hypervisor, InstanceSpec, NicHandle, Resize, VmPower,
     WholeSpec,
@@ -43,7 +41,7 @@ async fn a_guest_that_keeps_a_disk_leaves_the_removal_pending_until_it_restarts(
     let error = driver.detach_disk(&within(1), id, disk.volume_uuid).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Deadline);
     assert!(error.remedy().unwrap().contains("pending"), "{error:?}");
-    assert_eq!(status(&driver, id).await.detaching, [disk.name.clone()]);
+    assert_eq!(status(&driver, id).await.detaching, std::slice::from_ref(&disk.name));
     assert_eq!(kind(driver.attach_disk(&cx, id, &disk).await), ErrorKind::Unavailable);
 
     // Another agent goes on waiting.
@@ -137,7 +135,7 @@ async fn a_disk_that_has_grown_is_told_to_the_guest_and_never_shrunk() {
     assert_eq!(driver.resize_disk(&cx, id, volume, 16 << 20).await.unwrap(), Change::Unchanged);
     assert_eq!(kind(driver.resize_disk(&cx, id, volume, 4 << 20).await), ErrorKind::InvalidSpec);
     assert_eq!(std::fs::metadata(&path).unwrap().len(), 16 << 20);
-    let other = driver.resize_disk(&cx, id, common::volume(9), 1 << 30).await;
+    let other = driver.resize_disk(&cx, id, crate::common::volume(9), 1 << 30).await;
     assert_eq!(kind(other), ErrorKind::NotFound);
 }
 

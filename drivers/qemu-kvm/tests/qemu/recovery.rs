@@ -1,10 +1,8 @@
 //! What is found on the host after somebody was killed, or after somebody else was there.
 
-mod common;
-
 use std::{os::unix::fs::symlink, os::unix::net::UnixListener, time::Duration};
 
-use common::*;
+use crate::common::*;
 use driver_qemu_kvm::QemuKvm;
 use drivers_api::{Change, ErrorKind, Exit, Hypervisor, VmState};
 use host::process::Identity;
@@ -233,7 +231,7 @@ async fn a_state_directory_that_is_gone_is_no_absence_of_vms() {
     assert_eq!(kind(driver.delete_vm(&cx, id).await), ErrorKind::Unavailable);
     assert_eq!(kind(driver.stop_vm(&cx, id, Duration::ZERO).await), ErrorKind::Unavailable);
     std::fs::rename(&aside, &state).unwrap();
-    assert_eq!(common::state(&driver, id).await, VmState::Running);
+    assert_eq!(crate::common::state(&driver, id).await, VmState::Running);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -270,6 +268,6 @@ async fn a_uefi_vm_has_variables_of_its_own_and_the_template_stays() {
         assert!(!bed.state(vm(number)).exists());
     }
     assert_eq!(std::fs::read(&template).unwrap(), before);
-    assert_eq!(common::state(&driver, vm(2)).await, VmState::Running);
+    assert_eq!(crate::common::state(&driver, vm(2)).await, VmState::Running);
     assert_eq!(status(&driver, vm(2)).await.last_exit, None::<Exit>);
 }

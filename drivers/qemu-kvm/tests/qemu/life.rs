@@ -1,10 +1,8 @@
 //! The life of a VM on real QEMU: made, started, stopped, adopted, deleted.
 
-mod common;
-
 use std::time::Duration;
 
-use common::*;
+use crate::common::*;
 use drivers_api::{Change, Context, ErrorKind, Exit, Hypervisor, VmState};
 use rustix::process::Signal;
 use tokio::time::Instant;
