@@ -6,9 +6,13 @@
 
 mod delete;
 mod devices;
+mod disks;
 mod image;
 mod instance;
 mod network;
+mod nics;
+#[cfg(test)]
+mod tests;
 mod volume;
 
 use devices::Devices;

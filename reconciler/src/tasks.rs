@@ -25,7 +25,8 @@ const RESUBSCRIBE: Duration = Duration::from_secs(1);
 
 /// Starts all tasks.
 pub(crate) fn start(engine: &Arc<Engine>) {
-    for object in engine.known().set.clone().iter() {
+    let set = engine.known().set.clone();
+    for object in set.iter() {
         announce(engine, object);
     }
     let drivers = &engine.drivers;

@@ -9,7 +9,9 @@ use drivers_api::{Exit, HypervisorAbilities, VmPower, VmSpec, VmState, VmStatus}
 
 use super::{
     Action, Devices, DiskPlan, Group, Memory, NicPlan, Op, Plan, Planned, Verdict, World,
-    devices::{Plug, Scene, disks, nics, silent},
+    devices::{Plug, Scene, silent},
+    disks::disks,
+    nics::nics,
     of_another_node,
 };
 use crate::{

@@ -302,16 +302,13 @@ async fn subscribers_are_told_of_steps_statuses_and_ends() {
     node.store.delete(&instance_key("web"));
     until("it is gone", 20, || node.store.snapshot().get(&instance_key("web")).is_none()).await;
     settle().await;
-    let (mut steps, mut ready, mut gone, mut host) = (0, 0, 0, 0);
-    while let Ok(event) = events.try_recv() {
-        match event {
-            StatusEvent::Step(_) => steps += 1,
-            StatusEvent::Changed(status) if status.phase == Phase::Ready => ready += 1,
-            StatusEvent::Gone { .. } => gone += 1,
-            StatusEvent::Host { .. } => host += 1,
-            _ => {}
-        }
-    }
+    let all: Vec<StatusEvent> = std::iter::from_fn(|| events.try_recv().ok()).collect();
+    let count = |is: fn(&StatusEvent) -> bool| all.iter().filter(|event| is(event)).count();
+    let steps = count(|event| matches!(event, StatusEvent::Step(_)));
+    let gone = count(|event| matches!(event, StatusEvent::Gone { .. }));
+    let host = count(|event| matches!(event, StatusEvent::Host { .. }));
+    let is_ready = |event: &StatusEvent| matches!(event, StatusEvent::Changed(status) if status.phase == Phase::Ready);
+    let ready = count(is_ready);
     assert_eq!((steps, gone), (7 + 4, 1), "made in seven steps, removed in four");
     assert!(ready >= 5 && host > 0, "{ready} {host}");
 }
