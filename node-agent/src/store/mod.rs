@@ -106,7 +106,7 @@ impl std::fmt::Display for Trouble {
             Self::Damaged { reason } => write!(
                 f,
                 "the store is damaged ({reason}): nothing is changed and VMs run on; stop the agent, move {FILE_NAME} \
-                 aside, put back a copy or start with an empty store, and apply your manifests again: what runs is adopted"
+                 of the state directory aside, put back a copy or start with an empty store, and apply your manifests again: what runs is adopted"
             ),
         }
     }

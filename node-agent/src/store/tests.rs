@@ -223,7 +223,7 @@ async fn a_damaged_store_is_left_as_it_is_and_what_can_be_read_is_shown() {
             panic!("{what}: {:?}", store.access())
         };
         let error = store.commit(put(volume("x", 5))).await.unwrap_err().to_string();
-        assert!(error.contains("move wanted.db aside"), "{what}: {error}");
+        assert!(error.contains("move wanted.db of the state directory aside"), "{what}: {error}");
         if what.starts_with("a document") {
             assert_eq!(names(&store), ["one"]);
         }

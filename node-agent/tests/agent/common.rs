@@ -12,31 +12,31 @@ use rustix::process::Signal;
 use tempfile::TempDir;
 
 /// The binary that is tested.
-pub const BIN: &str = env!("CARGO_BIN_EXE_bcd-node");
+pub(crate) const BIN: &str = env!("CARGO_BIN_EXE_bcd-node");
 
 /// What a command left.
 #[derive(Debug)]
-pub struct Left {
-    pub code: i32,
-    pub out: String,
-    pub err: String,
+pub(crate) struct Left {
+    pub(crate) code: i32,
+    pub(crate) out: String,
+    pub(crate) err: String,
 }
 
 impl Left {
     /// Fails unless the command ended with `code`.
     #[track_caller]
-    pub fn expect(self, code: i32) -> Self {
+    pub(crate) fn expect(self, code: i32) -> Self {
         assert_eq!(self.code, code, "{self:?}");
         self
     }
 
-    pub fn json(&self) -> serde_json::Value {
+    pub(crate) fn json(&self) -> serde_json::Value {
         serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {self:?}"))
     }
 }
 
 /// Runs a prepared command.
-pub async fn run(run: Run) -> Left {
+pub(crate) async fn run(run: Run) -> Left {
     let output = run.output(&Context::new()).await.unwrap();
     Left {
         code: output.status.code().unwrap_or(-1),
@@ -47,20 +47,15 @@ pub async fn run(run: Run) -> Left {
 
 /// The directory of an agent: its configuration, socket, state.
 #[derive(Debug)]
-pub struct Place {
-    pub dir: TempDir,
-    pub drivers: Option<&'static str>,
+pub(crate) struct Place {
+    pub(crate) dir: TempDir,
+    pub(crate) drivers: Option<&'static str>,
 }
 
 impl Place {
     /// With the reference drivers and `more` lines of configuration.
-    pub fn reference(more: &str) -> Self {
+    pub(crate) fn reference(more: &str) -> Self {
         Self::new(more, Some("reference"))
-    }
-
-    /// With the real drivers.
-    pub fn real(more: &str) -> Self {
-        Self::new(more, None)
     }
 
     fn new(more: &str, drivers: Option<&'static str>) -> Self {
@@ -74,25 +69,25 @@ impl Place {
         Self { dir, drivers }
     }
 
-    pub fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    pub fn text(&self, name: &str) -> String {
+    pub(crate) fn text(&self, name: &str) -> String {
         self.path(name).to_string_lossy().into_owned()
     }
 
     /// A command of the command line.
-    pub fn command(&self, args: &[&str]) -> Run {
+    pub(crate) fn command(&self, args: &[&str]) -> Run {
         Run::new(BIN).args(["--socket", &self.text("s")]).args(args)
     }
 
-    pub async fn cli(&self, args: &[&str]) -> Left {
+    pub(crate) async fn cli(&self, args: &[&str]) -> Left {
         run(self.command(args)).await
     }
 
     /// A command that reads `manifests` from its standard input.
-    pub async fn feed(&self, args: &[&str], manifests: &str) -> Left {
+    pub(crate) async fn feed(&self, args: &[&str], manifests: &str) -> Left {
         run(self.command(args).stdin(manifests)).await
     }
 
@@ -108,11 +103,11 @@ impl Place {
     }
 
     /// Starts an agent and waits until it answers.
-    pub async fn start(&self) -> Running {
+    pub(crate) async fn start(&self) -> Running {
         self.start_with(&[]).await
     }
 
-    pub async fn start_with(&self, env: &[(&str, &str)]) -> Running {
+    pub(crate) async fn start_with(&self, env: &[(&str, &str)]) -> Running {
         let mut daemon = self.daemon();
         for (name, value) in env {
             daemon = daemon.env(name, value);
@@ -128,60 +123,41 @@ impl Place {
         panic!("the agent does not answer: {}", self.log());
     }
 
-    pub fn log(&self) -> String {
+    pub(crate) fn log(&self) -> String {
         std::fs::read_to_string(self.path("log")).unwrap_or_default()
     }
 
     /// An object as JSON.
-    pub async fn object(&self, kind: &str, name: &str) -> serde_json::Value {
+    pub(crate) async fn object(&self, kind: &str, name: &str) -> serde_json::Value {
         self.cli(&["get", kind, name, "-o", "json"]).await.expect(0).json()
-    }
-
-    /// Waits until `good` holds of an object.
-    pub async fn until(
-        &self,
-        kind: &str,
-        name: &str,
-        limit: Duration,
-        good: impl Fn(&serde_json::Value) -> bool,
-    ) -> serde_json::Value {
-        let begun = tokio::time::Instant::now();
-        loop {
-            let object = self.object(kind, name).await;
-            if good(&object) {
-                return object;
-            }
-            assert!(begun.elapsed() < limit, "not within {limit:?}: {object:#}\n{}", self.log());
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
     }
 }
 
 /// An agent that runs; killed when dropped.
 #[derive(Debug)]
-pub struct Running {
-    pub started: Started,
+pub(crate) struct Running {
+    pub(crate) started: Started,
 }
 
 impl Running {
-    pub fn pid(&self) -> u32 {
+    pub(crate) fn pid(&self) -> u32 {
         self.started.identity.pid()
     }
 
     /// Kills it as a crash does.
-    pub async fn kill(self) {
+    pub(crate) async fn kill(self) {
         self.started.pidfd.signal(Signal::KILL).unwrap();
         self.started.pidfd.ended().await.unwrap();
     }
 
     /// Asks it to stop; answers its exit code.
-    pub async fn stop(self) -> i32 {
+    pub(crate) async fn stop(self) -> i32 {
         self.started.pidfd.signal(Signal::TERM).unwrap();
         self.ended(Duration::from_secs(20)).await
     }
 
     /// Waits for its end by itself.
-    pub async fn ended(&self, limit: Duration) -> i32 {
+    pub(crate) async fn ended(&self, limit: Duration) -> i32 {
         match self.started.pidfd.ended_within(limit).await.unwrap() {
             Some(Ended::Code(code)) => code,
             other => panic!("the agent ended as {other:?}"),
@@ -198,7 +174,7 @@ impl Drop for Running {
 }
 
 /// A volume's manifest.
-pub fn volume(name: &str, size_gib: u32) -> String {
+pub(crate) fn volume(name: &str, size_gib: u32) -> String {
     format!(
         "---\napi_version: bcd/v1\nkind: Volume\nname: {name}\nspec: {{size_gib: {size_gib}}}\n"
     )
