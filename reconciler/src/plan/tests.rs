@@ -207,7 +207,13 @@ impl Model {
                 self.told.clear();
             }
             Op::DeleteVm(_) => self.vm = None,
-            other => panic!("no step of an instance: {other:?}"),
+            Op::Pull(_)
+            | Op::RemoveImage(_)
+            | Op::EnsureVolume(_)
+            | Op::DestroyVolume(_)
+            | Op::EnsureNetwork(_)
+            | Op::DestroyNetwork(_)
+            | Op::RebootVm(..) => panic!("no step of these cases: {op:?}"),
         }
     }
 
@@ -255,8 +261,12 @@ impl Model {
     }
 }
 
+/// A VM that is there: state, whether its spec differs, disks, NICs, and which of these are being detached.
+type There = (usize, bool, Vec<(usize, bool)>, Vec<(usize, usize)>, Vec<usize>);
+
 /// What is random about a case.
 #[derive(Clone, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a coin")]
 struct Case {
     whole: bool,
     hot: bool,
@@ -264,7 +274,7 @@ struct Case {
     deleting: bool,
     wanted_disks: Vec<(usize, bool)>,
     wanted_nics: Vec<(usize, usize)>,
-    vm: Option<(usize, bool, Vec<(usize, bool)>, Vec<(usize, usize)>, Vec<usize>)>,
+    vm: Option<There>,
     attached: Vec<(usize, bool)>,
     ports: Vec<(usize, usize, usize)>,
 }
