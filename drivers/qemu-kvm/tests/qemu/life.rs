@@ -278,3 +278,57 @@ async fn a_start_that_qemu_refuses_says_why_and_leaves_nothing_running() {
     bed.disk(1);
     assert_eq!(driver.start_vm(&cx, id).await.unwrap(), Change::Changed);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vmm_runs_under_a_uid_of_its_own_that_owns_nothing_but_its_files() {
+    let bed = Bed::new();
+    let mut config = bed.config();
+    let uids = driver_qemu_kvm::UidRange { base: 2_000_000, count: 1000 };
+    config.uids = Some(uids);
+    let driver = driver_qemu_kvm::QemuKvm::open(config).await.unwrap();
+    let (cx, id) = (within(60), vm(1));
+    let mut spec = bed.spec(id, "i");
+    spec.cloud_init = Some(drivers_api::CloudInit::new(
+        "#cloud-config\n".to_owned(),
+        "instance-id: i\n".to_owned(),
+    ));
+    driver.create_vm(&cx, &spec).await.map(drop).unwrap();
+    driver.start_vm(&cx, id).await.map(drop).unwrap();
+    wait_for_text(&driver, id, "IDLE").await;
+    let pid = status(&driver, id).await.pid.unwrap();
+    let text = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let uid = uids.uid_of(id);
+    assert_eq!(driver.vmm_uid(id), Some(uid));
+    for field in ["Uid:", "Gid:"] {
+        let line = text.lines().find(|line| line.starts_with(field)).unwrap();
+        let ids: Vec<u32> =
+            line.split_whitespace().skip(1).map(|number| number.parse().unwrap()).collect();
+        assert_eq!(ids, [uid; 4], "{line}");
+    }
+    let seccomp = text.lines().find(|line| line.starts_with("Seccomp:")).unwrap();
+    assert!(seccomp.ends_with('2'), "the sandbox filters: {seccomp}");
+    // Another agent adopts it all the same.
+    drop(driver);
+    let driver = bed.driver().await;
+    assert_eq!(state(&driver, id).await, VmState::Running);
+    driver.stop_vm(&cx, id, Duration::from_secs(20)).await.map(drop).unwrap();
+    assert_eq!(status(&driver, id).await.last_exit, Some(Exit::GuestShutdown));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_driver_that_is_opened_where_no_socket_fits_or_without_qemu_says_so() {
+    let bed = Bed::new();
+    let mut config = bed.config();
+    config.run_dir = bed.dir.path().join("x".repeat(100));
+    let error = driver_qemu_kvm::QemuKvm::open(config).await.unwrap_err();
+    assert_eq!((error.kind(), error.field()), (ErrorKind::InvalidSpec, Some("run_dir")));
+    let mut config = bed.config();
+    config.qemu = "/nonexistent/qemu".into();
+    let error = driver_qemu_kvm::QemuKvm::open(config).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.remedy().unwrap().contains("install"), "{error:?}");
+    let driver = bed.driver().await;
+    let info = driver.host_info(&within(5)).await.unwrap();
+    assert!(info.backend_version.unwrap().starts_with("QEMU "));
+    assert_eq!((info.driver.as_str(), info.hypervisor.as_str()), ("qemu-kvm", "qemu-kvm"));
+}
