@@ -175,7 +175,7 @@ async fn push(registry: &RealRegistry) {
         .expect("the tiny guest");
     let tiny =
         Artifact::new(vec![Blob::new("application/vnd.bcd.kernel.v1", kernel).title("kernel")]);
-    let disk = Blob::new("application/vnd.bcd.disk.v1.raw", vec![0x5a; 8 << 20]).title("disk.raw");
+    let disk = Blob::new("application/vnd.bcd.disk.raw.v1", vec![0x5a; 8 << 20]).title("disk.raw");
     registry.push("tiny", "latest", &tiny).await.expect("the registry takes the guest");
     registry
         .push("base", "latest", &Artifact::new(vec![disk]))

@@ -19,7 +19,7 @@ pub(crate) fn measure(options: &Options) -> Figures {
     let rounds = if options.quick { 1 } else { 3 };
     let best = in_netns(move || async move {
         let registry = RealRegistry::start().await.expect("docker-registry starts");
-        let disk = Blob::new("application/vnd.bcd.disk.v1.raw", noise(bytes)).title("disk.raw");
+        let disk = Blob::new("application/vnd.bcd.disk.raw.v1", noise(bytes)).title("disk.raw");
         registry
             .push("big", "latest", &Artifact::new(vec![disk]))
             .await

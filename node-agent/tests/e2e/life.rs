@@ -16,13 +16,26 @@ fn host_state(node: &Node) -> BTreeMap<String, String> {
     for below in ["volumes", "images", "state"] {
         walk(&node.path(below), &mut state);
     }
-    state.insert("links".to_owned(), tool(&["ip", "-d", "address"]));
+    state.insert("links".to_owned(), tool(&["ip", "address"]));
     state.insert("rules".to_owned(), tool(&["nft", "-j", "list", "ruleset"]));
     // Counters of traffic, lifetimes and the store's own log of writes are no writes of drivers.
     state.retain(|path, _| {
         !path.contains("-wal") && !path.contains("-shm") && !path.ends_with("serial.log")
     });
     state
+}
+
+/// Fails with what differs.
+fn unwritten(before: &BTreeMap<String, String>, node: &Node, what: &str) {
+    let after = without_counters(host_state(node));
+    let of = |state: &BTreeMap<String, String>, key: &String| state.get(key).cloned();
+    let changed: Vec<_> = before
+        .keys()
+        .chain(after.keys())
+        .filter(|key| of(before, key) != of(&after, key))
+        .map(|key| (key, of(before, key), of(&after, key)))
+        .collect();
+    assert!(changed.is_empty(), "{what} writes nothing to the host: {changed:#?}");
 }
 
 fn walk(path: &Path, state: &mut BTreeMap<String, String>) {
@@ -77,11 +90,7 @@ fn hello_answers_over_its_bridge_and_a_second_apply_changes_nothing() {
         assert_eq!(plan.code, 0, "nothing to do: {plan:?}");
         node.apply(&manifest).await;
         tokio::time::sleep(Duration::from_secs(1)).await;
-        assert_eq!(
-            without_counters(host_state(&node)),
-            before,
-            "a second apply writes nothing to the host"
-        );
+        unwritten(&before, &node, "a second apply");
     });
 }
 
@@ -106,11 +115,7 @@ fn a_killed_agent_leaves_the_vm_alone_and_the_next_one_adopts_it() {
         assert_eq!(after["boot_id"], before["boot_id"], "the guest was not restarted");
         let uptime = |info: &Value| info["uptime_seconds"].as_f64().unwrap();
         assert!(uptime(&after) > uptime(&before), "uptime goes on");
-        assert_eq!(
-            without_counters(host_state(&node)),
-            state,
-            "adoption writes nothing to the host"
-        );
+        unwritten(&state, &node, "adoption");
     });
 }
 

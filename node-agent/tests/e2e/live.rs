@@ -100,7 +100,7 @@ fn what_only_a_restart_applies_is_reported_and_nothing_is_restarted() {
         assert_eq!(node.pid("hello").await, pid);
         let text = node.ok(&["describe", "instance", "hello"]).await;
         assert!(text.contains("restart"), "{text}");
-        node.ok(&["stop", "hello"]).await;
+        node.ok(&["stop", "hello", "--wait"]).await;
         node.ok(&["start", "hello"]).await;
         let address = node.address("hello").await;
         node.guest(address, |info| info["cpus"] == 2).await;

@@ -303,10 +303,10 @@ async fn push_guests(registry: &RealRegistry, guest: &Path) {
     };
     let mut linux = Artifact::new(vec![layer("kernel.v1", "kernel"), layer("initrd.v1", "initrd")]);
     let cmdline = String::from_utf8(read("cmdline")).unwrap();
-    linux.annotations.insert("vnd.bcd.cmdline".to_owned(), cmdline);
+    linux.annotations.insert("vnd.bcd.kernel.cmdline".to_owned(), cmdline);
     let uki = Artifact::new(vec![layer("uki.v1", "guest.efi")]);
-    let disk = Artifact::new(vec![layer("disk.v1.qcow2", "disk.qcow2")]);
-    let boot = Artifact::new(vec![layer("disk.v1.qcow2", "boot.qcow2")]);
+    let disk = Artifact::new(vec![layer("disk.qcow2.v1", "disk.qcow2")]);
+    let boot = Artifact::new(vec![layer("disk.qcow2.v1", "boot.qcow2")]);
     for (name, artifact) in [("guest", linux), ("guest-uki", uki), ("disk", disk), ("boot", boot)] {
         registry.push(name, "latest", &artifact).await.expect("the registry takes the guest");
     }
