@@ -139,8 +139,10 @@ pub(crate) fn clear_ended(paths: &VmPaths) -> Result<()> {
     let fail = |error: FileError| error.into_error("clear after", label(paths.id));
     if paths.identity().exists() {
         let exit = if paths.requested().exists() { Exit::Requested } else { Exit::Unseen };
-        record::store_exit(paths, exit)
-            .map_err(|error| error.into_error("clear after", paths.id))?;
+        if let Err(error) = record::store_exit(paths, exit) {
+            // A full disk must not keep a VM from being stopped or deleted.
+            tracing::warn!(vm = %paths.id, %error, "how a VMM ended is not kept");
+        }
     }
     for path in [paths.running(), paths.requested(), paths.qemu_log(), paths.identity()] {
         files::remove_file(&path).map_err(fail)?;

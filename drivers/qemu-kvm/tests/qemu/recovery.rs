@@ -271,3 +271,32 @@ async fn a_uefi_vm_has_variables_of_its_own_and_the_template_stays() {
     assert_eq!(crate::common::state(&driver, vm(2)).await, VmState::Running);
     assert_eq!(status(&driver, vm(2)).await.last_exit, None::<Exit>);
 }
+
+#[test]
+fn a_vm_is_stopped_and_deleted_on_a_full_disk() {
+    testbed::netns::in_netns(|| async {
+        let bed = Bed::new();
+        let state = bed.dir.path().join("state");
+        std::fs::create_dir(&state).unwrap();
+        let mount = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "t"];
+        testbed::netns::tool(&[mount.as_slice(), &[state.to_str().unwrap()]].concat());
+        let driver = bed.driver().await;
+        let (cx, id) = (within(60), vm(1));
+        bed.running(&driver, id, "i").await;
+        let mut filler = std::fs::File::create(state.join("filler")).unwrap();
+        while std::io::Write::write_all(&mut filler, &[1; 4096]).is_ok() {}
+
+        let error = driver.create_vm(&cx, &bed.spec(vm(2), "i")).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Exhausted, "{error:?}");
+        assert_eq!(entries(&state), [id.to_string(), "filler".to_owned()], "nothing half made");
+        let error = driver.attach_disk(&cx, id, &bed.disk(1)).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Exhausted, "{error:?}");
+        assert_eq!(status(&driver, id).await.spec, Some(bed.spec(id, "i")), "the record is whole");
+        let stop = driver.stop_vm(&cx, id, Duration::from_secs(20)).await;
+        assert_eq!(stop.unwrap(), Change::Changed);
+        assert_eq!(crate::common::state(&driver, id).await, VmState::Stopped);
+        assert_eq!(driver.delete_vm(&cx, id).await.unwrap(), Change::Changed);
+        assert_eq!(entries(&state), ["filler"]);
+        testbed::netns::tool(&["umount", "-l", state.to_str().unwrap()]);
+    });
+}
