@@ -450,3 +450,38 @@ async fn a_call_that_never_returns_is_made_once_and_a_deletion_ends_after_it() {
     assert_eq!(node.host.census().count("volumes"), 1);
     assert_eq!(rogue.most_inside.load(Ordering::SeqCst), 1);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_list_that_hangs_at_the_start_delays_only_what_it_would_show() {
+    let node = Node::hello();
+    node.store.apply(instance("lean", &[], &["net"]));
+    node.host.hang(Op::ListVolumes, None);
+    let reconciler = node.start();
+    until("the other runs", 2, || node.host.vmm_pid(vm("lean")).is_some()).await;
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert_eq!(phase(&reconciler, "lean"), Some(Phase::Ready));
+    assert_eq!(phase(&reconciler, "web"), Some(Phase::Unknown));
+    assert_eq!(node.host.vmm_pid(vm("web")), None);
+    node.host.release();
+    converged(&node, &reconciler).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_address_that_is_asked_for_moves_a_port_and_is_given_to_nobody_else() {
+    let node = Node::hello();
+    let reconciler = node.start();
+    converged(&node, &reconciler).await;
+    node.change("web", |spec| spec.nics[0].ip = Some("10.1.0.3".parse().unwrap()));
+    node.store.apply(instance("other", &[], &["net"]));
+    node.store.apply(instance("third", &[], &["net"]));
+    converged(&node, &reconciler).await;
+    let address = |name: &str| {
+        let status = reconciler.status(&instance_key(name)).unwrap();
+        status.observed["addresses"][0].as_str().unwrap().to_owned()
+    };
+    assert_eq!(address("web"), "10.1.0.3");
+    let mut others = [address("other"), address("third")];
+    others.sort();
+    assert!(!others.contains(&"10.1.0.3".to_owned()) && others[0] != others[1], "{others:?}");
+    assert_eq!(node.host.vmm_starts(vm("web")), 1);
+}

@@ -100,8 +100,8 @@ struct World {
 }
 
 impl World {
-    fn new() -> Self {
-        let node = Node::new();
+    fn new(whole: bool) -> Self {
+        let node = Node { whole, ..Node::new() };
         node.host.set_latency(Duration::from_millis(1));
         let mut world = Self {
             reconciler: Some(node.start()),
@@ -364,14 +364,14 @@ proptest! {
     })]
 
     #[test]
-    fn whatever_happens_the_host_is_as_wanted_once_it_is_quiet(events in events()) {
+    fn whatever_happens_the_host_is_as_wanted_once_it_is_quiet(events in events(), whole: bool) {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_time()
             .start_paused(true)
             .build()
             .unwrap();
         runtime.block_on(async {
-            let mut world = World::new();
+            let mut world = World::new(whole);
             for event in events {
                 world.happen(event).await;
             }
