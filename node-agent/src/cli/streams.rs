@@ -80,7 +80,8 @@ pub(crate) async fn console(socket: &Path, args: args::Console) -> Done {
     };
     drop(raw);
     if is_terminal {
-        note("\nthe console session has ended");
+        note("");
+        note("the console session has ended");
     }
     ended.map(|()| exit::OK)
 }

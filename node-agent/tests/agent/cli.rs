@@ -205,7 +205,8 @@ async fn a_crash_at_any_point_of_a_write_leaves_the_old_state_or_the_new() {
         let agent = place.start_with(&[("BCD_FAULT", &format!("{point}=kill"))]).await;
         let two = volume("new-a", 1) + &volume("new-b", 1);
         place.feed(&["apply", "-f", "-"], &two).await.expect(1);
-        drop(agent);
+        // The answer ends before the process does, which holds its lock until then.
+        agent.died().await;
         let agent = place.start().await;
         let objects = place.cli(&["get", "-o", "json"]).await.expect(0).json();
         let names: Vec<_> =

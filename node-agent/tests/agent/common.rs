@@ -150,6 +150,12 @@ impl Running {
         self.started.pidfd.ended().await.unwrap();
     }
 
+    /// Waits for its end by the signal that it sends itself.
+    pub(crate) async fn died(self) {
+        let ended = self.started.pidfd.ended_within(Duration::from_secs(10)).await.unwrap();
+        assert_eq!(ended, Some(Ended::Signal(9)));
+    }
+
     /// Asks it to stop; answers its exit code.
     pub(crate) async fn stop(self) -> i32 {
         self.started.pidfd.signal(Signal::TERM).unwrap();
