@@ -10,9 +10,15 @@ struct Figure {
     name: String,
     ours: String,
     peer: String,
-    goal: String,
-    met: Option<bool>,
+    goal: Option<Goal>,
     value: f64,
+}
+
+/// What a figure should be, and whether it is.
+#[derive(Debug)]
+struct Goal {
+    text: String,
+    met: bool,
 }
 
 /// The figures of a run.
@@ -22,37 +28,24 @@ pub(crate) struct Figures(Vec<Figure>);
 impl Figures {
     /// A figure that must be at most `goal`.
     pub(crate) fn at_most(&mut self, name: &str, value: f64, unit: &str, goal: f64, peer: &str) {
-        self.push(name, value, unit, peer, &format!("<= {goal} {unit}"), Some(value <= goal));
+        let goal = Goal { text: format!("<= {goal} {unit}"), met: value <= goal };
+        self.push(name, (value, unit), peer, Some(goal));
     }
 
     /// A figure that must be at least `goal`.
     pub(crate) fn at_least(&mut self, name: &str, value: f64, unit: &str, goal: f64, peer: &str) {
-        self.push(name, value, unit, peer, &format!(">= {goal} {unit}"), Some(value >= goal));
+        let goal = Goal { text: format!(">= {goal} {unit}"), met: value >= goal };
+        self.push(name, (value, unit), peer, Some(goal));
     }
 
     /// A figure without a goal.
     pub(crate) fn plain(&mut self, name: &str, value: f64, unit: &str, peer: &str) {
-        self.push(name, value, unit, peer, "", None);
+        self.push(name, (value, unit), peer, None);
     }
 
-    fn push(
-        &mut self,
-        name: &str,
-        value: f64,
-        unit: &str,
-        peer: &str,
-        goal: &str,
-        met: Option<bool>,
-    ) {
+    fn push(&mut self, name: &str, (value, unit): (f64, &str), peer: &str, goal: Option<Goal>) {
         let ours = format!("{value:.2} {unit}");
-        self.0.push(Figure {
-            name: name.to_owned(),
-            ours,
-            peer: peer.to_owned(),
-            goal: goal.to_owned(),
-            met,
-            value,
-        });
+        self.0.push(Figure { name: name.to_owned(), ours, peer: peer.to_owned(), goal, value });
     }
 
     /// Adds another part's figures.
@@ -64,7 +57,7 @@ impl Figures {
     pub(crate) fn to_json(&self) -> Value {
         let row = |figure: &Figure| {
             json!({ "name": figure.name, "value": figure.value, "text": figure.ours, "peer": figure.peer,
-                "goal": figure.goal, "met": figure.met })
+                "goal": figure.goal.as_ref().map(|goal| &goal.text), "met": figure.goal.as_ref().map(|goal| goal.met) })
         };
         self.0.iter().map(row).collect()
     }
@@ -75,11 +68,11 @@ impl Figures {
             "{:<58} {:>16} {:>16}  {:<6} {}",
             "figure", "measured", "goal", "met", "beside"
         ));
-        for Figure { name, ours, peer, goal, met, .. } in &self.0 {
-            let met = match met {
-                Some(true) => "yes",
-                Some(false) => "NO",
-                None => "",
+        for Figure { name, ours, peer, goal, .. } in &self.0 {
+            let (goal, met) = match goal {
+                Some(Goal { text, met: true }) => (text.as_str(), "yes"),
+                Some(Goal { text, met: false }) => (text.as_str(), "NO"),
+                None => ("", ""),
             };
             say(&format!("{name:<58} {ours:>16} {goal:>16}  {met:<6} {peer}"));
         }

@@ -73,7 +73,7 @@ struct Ours {
 async fn ours(rounds: u32) -> Ours {
     let dir = tempfile::Builder::new().prefix("bcd-").tempdir_in("/tmp").expect("a directory");
     let registry = RealRegistry::start().await.expect("docker-registry starts");
-    push(&registry).await;
+    push(&registry, dir.path()).await;
     let qemu = Arc::new(open_qemu(dir.path()).await);
     let drivers = Drivers::new()
         .hypervisor("qemu-kvm", Arc::clone(&qemu) as _)
@@ -109,9 +109,9 @@ async fn ours(rounds: u32) -> Ours {
         );
     let rig = Rig::new(drivers, Duration::from_secs(3600));
     let host = registry.host();
-    rig.store.put(wanted(Kind::Image, "tiny", json!({ "ref": format!("{host}/tiny:latest") })));
-    rig.store.put(wanted(Kind::Image, "base", json!({ "ref": format!("{host}/base:latest") })));
-    rig.store.put(wanted(Kind::Network, "lan", json!({ "type": "nat", "cidr": "10.77.0.0/24" })));
+    rig.store.put(wanted(Kind::Image, "tiny", &json!({ "ref": format!("{host}/tiny:latest") })));
+    rig.store.put(wanted(Kind::Image, "base", &json!({ "ref": format!("{host}/base:latest") })));
+    rig.store.put(wanted(Kind::Network, "lan", &json!({ "type": "nat", "cidr": "10.77.0.0/24" })));
     rig.ready(&[key(Kind::Image, "tiny"), key(Kind::Image, "base"), key(Kind::Network, "lan")])
         .await;
 
@@ -125,9 +125,9 @@ async fn ours(rounds: u32) -> Ours {
         rig.store.put(wanted(
             Kind::Volume,
             &volume,
-            json!({ "size_gib": 1, "source": { "image": "base" } }),
+            &json!({ "size_gib": 1, "source": { "image": "base" } }),
         ));
-        rig.store.put(wanted(Kind::Instance, &name, json!({
+        rig.store.put(wanted(Kind::Instance, &name, &json!({
             "cpus": 1, "memory_mib": 64, "boot": { "kind": "oci_image", "ref": "tiny", "cmdline": "mode=i" },
             "disks": [{ "name": "root", "volume": volume }], "nics": [{ "name": "lan", "network": "lan" }],
         })));
@@ -137,7 +137,7 @@ async fn ours(rounds: u32) -> Ours {
             measured.exec.push(exec.saturating_sub(accepted));
             measured.running.push(running.saturating_sub(*exec));
         }
-        measured.stop.push(stop(&rig, &*qemu, &name).await);
+        measured.stop.push(stop(&rig, &qemu, &name).await);
         rig.remove(&keys).await;
     }
     rig.reconciler.shutdown().await;
@@ -170,8 +170,8 @@ async fn open_qemu(dir: &Path) -> QemuKvm {
     QemuKvm::open(config).await.expect("the QEMU driver opens")
 }
 
-async fn push(registry: &RealRegistry) {
-    let kernel = std::fs::read(guest::tiny().expect("as and ld make the tiny guest"))
+async fn push(registry: &RealRegistry, dir: &Path) {
+    let kernel = std::fs::read(guest::tiny(dir).expect("as and ld make the tiny guest"))
         .expect("the tiny guest");
     let tiny =
         Artifact::new(vec![Blob::new("application/vnd.bcd.kernel.v1", kernel).title("kernel")]);
@@ -185,7 +185,7 @@ async fn push(registry: &RealRegistry) {
 
 async fn by_hand(rounds: u32) -> [Times; 3] {
     let dir = tempfile::tempdir().expect("a directory");
-    let kernel = guest::tiny().expect("as and ld make the tiny guest");
+    let kernel = guest::tiny(dir.path()).expect("as and ld make the tiny guest");
     let lines = script(&[
         "instance",
         &dir.path().display().to_string(),

@@ -59,7 +59,7 @@ async fn many(count: u32) -> (Duration, f64) {
     rig.store.put(wanted(
         Kind::Network,
         "lan",
-        json!({ "type": "isolated", "cidr": "10.64.0.0/16" }),
+        &json!({ "type": "isolated", "cidr": "10.64.0.0/16" }),
     ));
     rig.ready(&[key(Kind::Network, "lan")]).await;
     let keys = put_instances(&rig, count);
@@ -73,11 +73,11 @@ fn put_instances(rig: &Rig, count: u32) -> Vec<Key> {
     let mut keys = Vec::new();
     for number in 0..count {
         let name = format!("vm{number:05}");
-        rig.store.put(wanted(Kind::Volume, &name, json!({ "size_gib": 1, "format": "raw" })));
+        rig.store.put(wanted(Kind::Volume, &name, &json!({ "size_gib": 1, "format": "raw" })));
         rig.store.put(wanted(
             Kind::Instance,
             &name,
-            json!({
+            &json!({
                 "cpus": 1, "memory_mib": 64, "boot": { "kind": "firmware" },
                 "disks": [{ "name": "root", "volume": name, "boot": true }],
                 "nics": [{ "name": "lan", "network": "lan" }],
@@ -118,7 +118,7 @@ async fn resync(objects: u32) -> Duration {
     rig.store.put(wanted(
         Kind::Network,
         "lan",
-        json!({ "type": "isolated", "cidr": "10.64.0.0/16" }),
+        &json!({ "type": "isolated", "cidr": "10.64.0.0/16" }),
     ));
     // A volume and an instance each.
     let keys = put_instances(&rig, objects / 2);

@@ -76,7 +76,7 @@ pub(crate) fn key(kind: Kind, name: &str) -> Key {
 }
 
 /// An object from the `spec` of a manifest.
-pub(crate) fn wanted(kind: Kind, name: &str, spec: Value) -> Wanted {
+pub(crate) fn wanted(kind: Kind, name: &str, spec: &Value) -> Wanted {
     let mut bytes = [kind as u8 + 1; 16];
     for (at, byte) in name.bytes().rev().take(12).enumerate() {
         if let Some(place) = bytes.get_mut(15 - at) {
