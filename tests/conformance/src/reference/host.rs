@@ -109,6 +109,10 @@ pub(super) struct State {
     pub(super) volume_events: Hub,
     faults: Vec<Fault>,
     hangs: Vec<(Op, Option<Uuid>)>,
+    deaf: Vec<(Op, Option<Uuid>)>,
+    /// Each call with a number that this divides is deaf too; 0: none.
+    deaf_every: u64,
+    begun: u64,
     latency: BTreeMap<Option<Op>, Duration>,
     calls: BTreeMap<Op, u64>,
     writes: u64,
@@ -213,9 +217,26 @@ impl Host {
         self.lock().hangs.push((op, object));
     }
 
+    /// Calls of `op` for `object` (`None`: for any) do not return from now on, until [`Host::release`]: neither their
+    /// deadline nor a cancellation ends them, as a driver must not behave. They have their effects when released.
+    pub fn hang_deaf(&self, op: Op, object: Option<Uuid>) {
+        self.lock().deaf.push((op, object));
+    }
+
+    /// Of the calls to come each `nth` never returns, as with [`Host::hang_deaf`]; 0: none.
+    pub fn hang_every(&self, nth: u64) {
+        let mut state = self.lock();
+        (state.deaf_every, state.begun) = (nth, 0);
+    }
+
     /// Ends all hangs; calls that hang go on.
     pub fn release(&self) {
-        self.lock().hangs.clear();
+        {
+            let mut state = self.lock();
+            state.hangs.clear();
+            state.deaf.clear();
+            state.deaf_every = 0;
+        }
         self.woken();
     }
 
@@ -271,18 +292,23 @@ impl Host {
         op: Op,
         object: Option<Uuid>,
     ) -> drivers_api::Result<Call> {
-        {
+        let deaf = {
             let mut state = self.lock();
             *state.calls.entry(op).or_default() += 1;
             if !op.is_read() {
                 state.log.push((op, object));
             }
-        }
+            state.begun += 1;
+            state.deaf_every != 0 && state.begun.is_multiple_of(state.deaf_every)
+        };
         let mut call = Call { host: self.clone(), cx: cx.clone(), op, object, turn: None };
         if self.lock().down {
             return Err(call.error(ErrorKind::Unavailable, "the host does not answer"));
         }
         call.strike(When::Before)?;
+        if deaf || matches(&self.lock().deaf, op, object) {
+            call.be_deaf(deaf).await;
+        }
         call.pause(true).await?;
         if let Some(object) = object.filter(|_| !op.is_read()) {
             call.turn = Some(call.turn(object).await?);
@@ -373,6 +399,18 @@ impl Call {
         Err(self.error(fault.kind, "a fault was injected"))
     }
 
+    /// Does not return before [`Host::release`], whatever the caller says.
+    async fn be_deaf(&mut self, by_number: bool) {
+        let mut changes = self.host.changes();
+        let so = || {
+            let state = self.host.lock();
+            (by_number && state.deaf_every != 0) || matches(&state.deaf, self.op, self.object)
+        };
+        // The sender lives as long as the host, which this call holds.
+        while so() && changes.changed().await.is_ok() {}
+        self.cx = Context::new();
+    }
+
     async fn pause(&self, may_hang: bool) -> drivers_api::Result<()> {
         let (latency, hangs) = {
             let state = self.host.lock();
@@ -393,10 +431,7 @@ impl Call {
     }
 
     fn hangs(&self, state: &State) -> bool {
-        state
-            .hangs
-            .iter()
-            .any(|(op, object)| *op == self.op && (object.is_none() || *object == self.object))
+        matches(&state.hangs, self.op, self.object)
     }
 
     /// Waits no longer than the caller allows.
@@ -431,6 +466,11 @@ impl Call {
             None => Error::new(kind, self.op.as_str(), "the host", reason),
         }
     }
+}
+
+/// Whether a call is one of these; those of no object are all of their kind.
+fn matches(all: &[(Op, Option<Uuid>)], op: Op, object: Option<Uuid>) -> bool {
+    all.iter().any(|(one, of)| *one == op && (of.is_none() || *of == object))
 }
 
 /// An error of the reference driver.
