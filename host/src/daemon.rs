@@ -128,6 +128,7 @@ impl Daemon {
         let numbers = sources.iter().map(|(fd, number)| (fd.as_raw_fd(), *number)).collect();
         in_child::prepare(&mut command, numbers);
         let mut child = command.spawn()?;
+        unprotect(child.id());
         let held = match Identity::of(child.id()) {
             Some(identity) => identity.open()?.map(|pidfd| Started { identity, pidfd }),
             None => None,
@@ -136,6 +137,16 @@ impl Daemon {
             || Err(io::Error::other(format!("the process ended at once: {:?}", child.wait()?))),
             Ok,
         )
+    }
+}
+
+/// A service manager may protect the agent from the killer of the memory-starved. What the agent starts is no more worth than
+/// other processes, or the killer would take all others first.
+fn unprotect(pid: u32) {
+    let path = format!("/proc/{pid}/oom_score_adj");
+    let protected = std::fs::read_to_string(&path).is_ok_and(|text| text.starts_with('-'));
+    if protected && let Err(error) = std::fs::write(&path, "0") {
+        tracing::warn!(pid, %error, "a started process keeps the agent's oom_score_adj");
     }
 }
 

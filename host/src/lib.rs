@@ -5,6 +5,7 @@
 //! * [`process`]: finds such a process again without trusting a pid.
 //! * [`files`]: files that are whole or absent after a crash, in directories that only their owner can enter.
 //! * [`lock`]: locks that the kernel holds and a crash releases.
+//! * [`scope`]: puts a process into a systemd scope of its own.
 //! * [`bound`]: ends a wait at the caller's deadline or cancellation.
 //! * [`events`]: hands a driver's events to its subscribers.
 //! * [`readiness`]: waits for a descriptor of any kind.
@@ -21,3 +22,4 @@ pub mod process;
 pub mod qcow2;
 pub mod readiness;
 pub mod run;
+pub mod scope;

@@ -21,7 +21,8 @@ pub enum AccelChoice {
 pub struct UidRange {
     /// The first uid.
     pub base: u32,
-    /// How many there are, at least one. Two VMs may share a uid when there are fewer than VMs squared.
+    /// How many there are, at least one. The uid follows from the VM's UUID alone, so that no list of them can be lost; two of
+    /// N VMs share one with a probability of about N²/2/count.
     pub count: u32,
 }
 
@@ -64,6 +65,9 @@ pub struct QemuConfig {
     pub allow_tcg: bool,
     /// The uids of VMMs; `None` runs them as the agent's own user.
     pub uids: Option<UidRange>,
+    /// The systemd slice in which each VMM has a scope of its own, where systemd runs; `None` leaves VMMs in the agent's own
+    /// cgroup.
+    pub slice: Option<String>,
     /// How much of a VM's serial output is kept on disk, in bytes.
     pub serial_log_bytes: u64,
     /// PCI Express ports left free at start for disks and NICs that come later.
@@ -91,6 +95,7 @@ impl QemuConfig {
             accel: AccelChoice::Auto,
             allow_tcg: false,
             uids: None,
+            slice: None,
             serial_log_bytes: 1 << 20,
             spare_ports: 8,
         }

@@ -24,7 +24,7 @@ use crate::{
     observe::{self, Foreign},
     paths::{DEL_PREFIX, NEW_PREFIX, SOCKET_PATH_MAX, SOCKET_SUFFIX, VmPaths},
     record::{self, Ownership},
-    vmm,
+    scope, vmm,
 };
 
 /// The driver. Dropping it ends no VM.
@@ -50,6 +50,7 @@ impl QemuKvm {
                 return Err(Error::invalid(field, "wanted an absolute path in UTF-8"));
             }
         }
+        scope::check(&config)?;
         let version = version(&config).await?;
         let inner = Inner::new(config, version);
         let opening = Arc::clone(&inner);

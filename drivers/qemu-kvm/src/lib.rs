@@ -4,6 +4,7 @@
 //!
 //! * [`paths`] says which files a VM has; [`record`] reads and writes them.
 //! * [`vmm`] starts a VMM so that there are never two, and finds it again.
+//! * [`scope`] gives it a cgroup of its own before the guest runs.
 //! * [`live`] holds a VMM that runs, with its [`qmp`] monitor and its [`console`].
 //! * [`observe`] answers what is there; [`plan`], [`argv`] and [`devices`] decide what is to be, without touching the host;
 //!   [`apply`] does it.
@@ -37,12 +38,14 @@ mod paths;
 mod plan;
 mod qmp;
 mod record;
+mod scope;
 mod seed;
 mod tap;
 mod vmm;
 
 pub use config::{AccelChoice, QemuConfig, UidRange};
 pub use hypervisor::QemuKvm;
+pub use scope::is_slice;
 
 /// The driver's id.
 pub const DRIVER: &str = "qemu-kvm";
@@ -58,6 +61,7 @@ pub const FAULT_POINTS: &[&str] = &[
     "qemu.start.prepared",
     "qemu.start.spawned",
     "qemu.start.launched",
+    "qemu.start.confined",
     "qemu.start.ready",
     "qemu.start.continued",
     "qemu.stop.ended",

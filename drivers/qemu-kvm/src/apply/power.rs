@@ -18,7 +18,7 @@ use crate::{
     live::Live,
     qmp::RunState,
     record::Running,
-    vmm,
+    scope, vmm,
 };
 
 /// Between two presses of the power button: one that comes before the guest listens is lost.
@@ -63,6 +63,13 @@ pub(crate) async fn start(op: &Op, cx: &Context) -> Result<Change> {
 
 /// Makes the guest of a VMM run.
 async fn resume(op: &Op, cx: &Context, live: &Arc<Live>) -> Result<Change> {
+    // Here and not at the launch: no guest runs its first instruction outside, whoever died between.
+    let confined = scope::confine(&op.inner.config, op.id(), live.identity.pid());
+    match bounded(cx, "start", label(op.id()), confined).await {
+        Err(error) if live.pidfd.has_ended() => return ended_meanwhile(op, live, error).await,
+        answer => answer?,
+    }
+    fault::point("qemu.start.confined")?;
     let Ok(client) = live.client(GREETING).await else {
         host::bound::check(cx, "start", label(op.id()))?;
         let silent = silent("start", op.id(), live.identity.pid());
