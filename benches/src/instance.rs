@@ -22,7 +22,7 @@ use tokio::time::Instant;
 
 use crate::{
     Options,
-    figures::{Figures, Times},
+    figures::{Figures, Times, say},
     rig::{Rig, key, node, wanted},
     vmm_clock,
 };
@@ -133,6 +133,9 @@ async fn ours(rounds: u32) -> Ours {
         })));
         rig.ready(&keys).await;
         let running = vmm_clock::now();
+        if round + 1 == rounds {
+            show_steps(&rig, &keys);
+        }
         if let Some(exec) = vmm_clock::execs(dir.path()).get(before) {
             measured.exec.push(exec.saturating_sub(accepted));
             measured.running.push(running.saturating_sub(*exec));
@@ -142,6 +145,17 @@ async fn ours(rounds: u32) -> Ours {
     }
     rig.reconciler.shutdown().await;
     measured
+}
+
+/// Where the time of a round went.
+fn show_steps(rig: &Rig, keys: &[Key]) {
+    for key in keys {
+        for executed in rig.reconciler.status(key).map(|status| status.executed).unwrap_or_default()
+        {
+            let ms = executed.took.as_secs_f64() * 1000.0;
+            say(&format!("{ms:>9.2} ms  {}", executed.step));
+        }
+    }
 }
 
 /// Stops a VM by its driver once its guest listens to the button.
