@@ -1,6 +1,9 @@
 //! Makes and removes the host's side of a network.
 
-use std::{net::IpAddr, sync::Arc};
+use std::{
+    net::IpAddr,
+    sync::{Arc, PoisonError},
+};
 
 use drivers_api::{Change, Error, ErrorKind, NetworkId, NetworkSpec, Result};
 use host::{bound, fault};
@@ -47,7 +50,7 @@ pub(crate) async fn ensure(inner: &Inner, spec: NetworkSpec) -> Result<Change> {
 /// Checks the spec against everything else and writes it down.
 async fn admit(inner: &Inner, spec: NetworkSpec) -> Result<(Arc<NetworkRecord>, Change)> {
     let _admission = inner.shared.admission.lock().await;
-    let records = inner.records("check").await?;
+    let records = inner.shared.with_admitted(inner.records("check").await?);
     let id = spec.uuid;
     let old = match records.networks.get(&id) {
         None => None,
@@ -84,7 +87,7 @@ async fn admit(inner: &Inner, spec: NetworkSpec) -> Result<(Arc<NetworkRecord>, 
     };
     let record = NetworkRecord::new(inner.names.node, zone, spec);
     let kept = record.clone();
-    inner.store("record", id.uuid(), move |store| store.put_network(kept)).await?;
+    inner.store("record", id.uuid(), move |store| store.put_network(&kept)).await?;
     let change = if old.is_some() || link.is_some() { Change::Changed } else { Change::Created };
     Ok((Arc::new(record), change))
 }
@@ -328,7 +331,16 @@ pub(crate) async fn destroy(inner: &Inner, network: NetworkId) -> Result<Change>
     if let Some(Entry::Good(record)) = entry {
         own_record(inner, record)?;
     }
-    refuse_ports(inner, network, &records).await?;
+    {
+        let _admission = inner.shared.admission.lock().await;
+        let records = inner.shared.with_admitted(inner.records("look at").await?);
+        refuse_ports(inner, network, &records).await?;
+        if entry.is_some() {
+            // From here on no port is admitted to it.
+            let mut leaving = inner.shared.leaving.lock().unwrap_or_else(PoisonError::into_inner);
+            leaving.networks.insert(network);
+        }
+    }
     let mut changed = take_apart(inner, network).await?;
     changed |= inner
         .firewall

@@ -52,11 +52,14 @@ async fn admit(
     inner: &Inner,
     spec: PortSpec,
 ) -> Result<(Arc<PortRecord>, Arc<NetworkRecord>, Change)> {
-    let _admission = inner.shared.admission.lock().await;
-    let records = inner.records("check").await?;
     let id = spec.uuid;
+    let admission = inner.shared.admission.lock().await;
+    let records = inner.shared.with_admitted(inner.records("check").await?);
     let network =
         Arc::clone(records.network(spec.network_uuid).ok_or_else(|| no_network(&spec, &records))?);
+    if inner.shared.is_leaving(spec.network_uuid) {
+        return Err(no_network(&spec, &Records::default()));
+    }
     spec.validate(&network.spec)?;
     validate::against_ports(&spec, &records)?;
     let old = match records.ports.get(&id) {
@@ -71,20 +74,23 @@ async fn admit(
             ));
         }
     };
-    let link = own_link(inner, id, old.as_ref().map_or(&spec, |old| &old.spec)).await?;
-    if let Some(old) = &old {
-        if old.spec == spec {
-            return Ok((Arc::clone(old), network, Change::Unchanged));
-        }
-        if old.spec.network_uuid != spec.network_uuid {
-            remove_dhcp(inner, id, Some(old.spec.network_uuid)).await?;
-        }
+    if let Some(old) = old.as_ref().filter(|old| old.spec == spec) {
+        return Ok((Arc::clone(old), network, Change::Unchanged));
     }
-    let record = PortRecord::new(inner.names.node, spec);
-    let kept = record.clone();
-    inner.store("record", id.uuid(), move |store| store.put_port(kept)).await?;
+    let record = Arc::new(PortRecord::new(inner.names.node, spec));
+    let admitted = inner.shared.admit(&record);
+    drop(admission);
+    let seen_as = old.as_ref().map_or(&record.spec, |old| &old.spec);
+    let link = own_link(inner, id, seen_as).await?;
+    if let Some(old) = old.as_ref().filter(|old| old.spec.network_uuid != record.spec.network_uuid)
+    {
+        remove_dhcp(inner, id, Some(old.spec.network_uuid)).await?;
+    }
+    let kept = Arc::clone(&record);
+    inner.store("record", id.uuid(), move |store| store.put_port(&kept)).await?;
+    drop(admitted);
     let change = if old.is_some() || link.is_some() { Change::Changed } else { Change::Created };
-    Ok((Arc::new(record), network, change))
+    Ok((record, network, change))
 }
 
 fn no_network(spec: &PortSpec, records: &Records) -> Error {

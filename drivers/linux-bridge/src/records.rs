@@ -150,7 +150,10 @@ type Stamp = (i64, i64, u64);
 
 #[derive(Debug, Default)]
 struct Cache {
+    /// `None` before the first reading.
     stamps: Option<(Stamp, Stamp)>,
+    /// How many changes of our own are under way: while there are some, the stamps say nothing about others.
+    under_way: usize,
     records: Arc<Records>,
 }
 
@@ -181,7 +184,8 @@ impl Store {
     pub(crate) fn snapshot(&self) -> Result<Arc<Records>, RecordError> {
         let stamps = self.stamps()?;
         let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
-        if cache.stamps != Some(stamps) {
+        let is_known = cache.stamps.is_some() && cache.under_way > 0;
+        if !is_known && cache.stamps != Some(stamps) {
             let mut records = Records::default();
             for (id, entry) in read_all::<NetworkRecord>(&self.dir)? {
                 records.networks.insert(NetworkId::new(id), entry);
@@ -190,53 +194,75 @@ impl Store {
                 records.ports.insert(PortId::new(id), entry);
             }
             // The stamps are from before the reading: a change meanwhile leads to another reading, never to a stale one.
-            *cache = Cache { stamps: Some(stamps), records: Arc::new(records) };
+            cache.stamps = Some(stamps);
+            cache.records = Arc::new(records);
         }
         Ok(Arc::clone(&cache.records))
     }
 
-    pub(crate) fn put_network(&self, record: NetworkRecord) -> Result<(), RecordError> {
-        write(&self.dir, &record)?;
+    pub(crate) fn put_network(&self, record: &NetworkRecord) -> Result<(), RecordError> {
         let id = record.spec.uuid;
-        self.patch(|records| {
-            records.networks.insert(id, Entry::Good(Arc::new(record)));
-        })
+        self.change(
+            || write(&self.dir, record),
+            |records| {
+                records.networks.insert(id, Entry::Good(Arc::new(record.clone())));
+            },
+        )
     }
 
-    pub(crate) fn put_port(&self, record: PortRecord) -> Result<(), RecordError> {
-        write(&self.dir, &record)?;
+    pub(crate) fn put_port(&self, record: &PortRecord) -> Result<(), RecordError> {
         let id = record.spec.uuid;
-        self.patch(|records| {
-            records.ports.insert(id, Entry::Good(Arc::new(record)));
-        })
+        self.change(
+            || write(&self.dir, record),
+            |records| {
+                records.ports.insert(id, Entry::Good(Arc::new(record.clone())));
+            },
+        )
     }
 
     /// Answers whether there was one.
     pub(crate) fn remove_network(&self, network: NetworkId) -> Result<bool, RecordError> {
-        let was = remove::<NetworkRecord>(&self.dir, network.uuid())?;
-        self.patch(|records| {
-            records.networks.remove(&network);
-        })?;
-        Ok(was)
+        self.change(
+            || remove::<NetworkRecord>(&self.dir, network.uuid()),
+            |records| {
+                records.networks.remove(&network);
+            },
+        )
     }
 
     /// Answers whether there was one.
     pub(crate) fn remove_port(&self, port: PortId) -> Result<bool, RecordError> {
-        let was = remove::<PortRecord>(&self.dir, port.uuid())?;
-        self.patch(|records| {
-            records.ports.remove(&port);
-        })?;
-        Ok(was)
+        self.change(
+            || remove::<PortRecord>(&self.dir, port.uuid()),
+            |records| {
+                records.ports.remove(&port);
+            },
+        )
     }
 
-    /// Takes over a change of our own without reading everything again.
-    fn patch(&self, change: impl FnOnce(&mut Records)) -> Result<(), RecordError> {
-        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
-        if cache.stamps.is_some() {
-            change(Arc::make_mut(&mut cache.records));
+    /// Changes a file, and takes the change over without reading everything again. Many may be under way at once: they
+    /// wait for the disk together.
+    fn change<T>(
+        &self,
+        work: impl FnOnce() -> Result<T, RecordError>,
+        take_over: impl FnOnce(&mut Records),
+    ) -> Result<T, RecordError> {
+        let lock = || self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        lock().under_way += 1;
+        let answer = work();
+        let mut cache = lock();
+        if answer.is_ok() {
+            take_over(Arc::make_mut(&mut cache.records));
+        } else {
+            // What became of the file is not known: everything is read again.
+            cache.stamps = None;
+        }
+        cache.under_way -= 1;
+        if cache.under_way == 0 && cache.stamps.is_some() {
             cache.stamps = Some(self.stamps()?);
         }
-        Ok(())
+        drop(cache);
+        answer
     }
 
     fn stamps(&self) -> Result<(Stamp, Stamp), RecordError> {
@@ -327,7 +353,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(dir.path()).unwrap();
         assert!(store.snapshot().unwrap().networks.is_empty());
-        store.put_network(record()).unwrap();
+        store.put_network(&record()).unwrap();
         for store in [&store, &Store::open(dir.path()).unwrap()] {
             let found = store.snapshot().unwrap();
             assert_eq!(**found.network(record().spec.uuid).unwrap(), record());
@@ -341,7 +367,7 @@ mod tests {
     fn a_broken_and_a_newer_record_are_listed_as_such_and_kept() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(dir.path()).unwrap();
-        store.put_network(record()).unwrap();
+        store.put_network(&record()).unwrap();
         let path = dir.path().join("networks").join(format!("{}.json", record().spec.uuid));
         let newer =
             std::fs::read_to_string(&path).unwrap().replace("\"version\": 1", "\"version\": 9");

@@ -50,7 +50,7 @@ pub(super) fn device_of(names: &Names, record: &NetworkRecord) -> Option<String>
 pub(super) fn chains(
     names: &Names,
     mode: Mode,
-    networks: &[&Arc<NetworkRecord>],
+    networks: &[Arc<NetworkRecord>],
     zones: &BTreeMap<String, u16>,
 ) -> Vec<Chain> {
     let mut nets: Vec<Net<'_>> = networks

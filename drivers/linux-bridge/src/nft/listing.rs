@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
-use super::ruleset::{Chain, Family, Hook, Wanted};
+use super::ruleset::{Chain, Family, Hook, Touched, Wanted};
 
 /// A chain as it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -111,26 +111,44 @@ impl Found {
         }
     }
 
-    /// What is there after everything wanted was written.
-    pub(super) fn after(wanted: &Wanted) -> Self {
-        let chains = wanted.chains.iter().map(|(key, chain)| {
-            let found = FoundChain {
-                hook: chain.hook.clone(),
-                odd_policy: false,
-                content: Content::of(chain),
+    /// Takes over what was written: everything wanted, or the touched part of it.
+    pub(super) fn take_over(&mut self, wanted: &Wanted, only: Option<&Touched>) {
+        let Some(touched) = only.filter(|_| !wanted.families.is_empty()) else {
+            *self = Self::default();
+            self.chains.extend(
+                wanted.chains.iter().map(|(key, chain)| (key.clone(), FoundChain::of(chain))),
+            );
+            for (map, elements) in &wanted.maps {
+                let elements = elements.iter().map(|(tap, to)| (tap.clone(), to.chain.clone()));
+                self.maps.insert((*map).to_owned(), elements.collect());
+            }
+            self.families.clone_from(&wanted.families);
+            return;
+        };
+        self.families.clone_from(&wanted.families);
+        for key in &touched.chains {
+            match wanted.chains.get(key) {
+                Some(chain) => self.chains.insert(key.clone(), FoundChain::of(chain)),
+                None => self.chains.remove(key),
             };
-            (key.clone(), found)
-        });
-        let maps = wanted.maps.iter().map(|(name, elements)| {
-            let elements =
-                elements.iter().map(|(tap, to)| (tap.clone(), to.chain.clone())).collect();
-            ((*name).to_owned(), elements)
-        });
-        Self { families: wanted.families.clone(), chains: chains.collect(), maps: maps.collect() }
+        }
+        for (map, elements) in &wanted.maps {
+            let there = self.maps.entry((*map).to_owned()).or_default();
+            for tap in &touched.taps {
+                match elements.get(tap) {
+                    Some(element) => there.insert(tap.clone(), element.chain.clone()),
+                    None => there.remove(tap),
+                };
+            }
+        }
     }
 }
 
 impl FoundChain {
+    fn of(chain: &Chain) -> Self {
+        Self { hook: chain.hook.clone(), odd_policy: false, content: Content::of(chain) }
+    }
+
     /// Whether the rules are those of the wanted chain.
     pub(super) fn has_content_of(&self, chain: &Chain) -> bool {
         self.content == Content::of(chain)

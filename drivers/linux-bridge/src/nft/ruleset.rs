@@ -147,80 +147,138 @@ struct Kept {
     chains: Vec<Arc<Chain>>,
 }
 
-/// Builds rulesets.
-#[derive(Debug)]
-pub(super) struct Builder {
-    names: Names,
-    kept: BTreeMap<PortId, Kept>,
+/// What changed in the wanted ruleset since it was last written.
+#[derive(Debug, Default)]
+pub(super) struct Touched {
+    pub(super) chains: BTreeSet<(Family, String)>,
+    pub(super) taps: BTreeSet<String>,
 }
 
 /// What of the records is not to have rules: it is being removed.
 #[derive(Debug, Default)]
 pub(crate) struct Leaving {
-    pub(super) networks: BTreeSet<NetworkId>,
+    pub(crate) networks: BTreeSet<NetworkId>,
     pub(super) ports: BTreeSet<PortId>,
 }
 
+/// Keeps the wanted ruleset up with the records: what did not change costs a comparison of pointers.
+#[derive(Debug)]
+pub(super) struct Builder {
+    names: Names,
+    /// The networks of which the base chains are.
+    networks: Vec<Arc<NetworkRecord>>,
+    zones: BTreeMap<String, u16>,
+    kept: BTreeMap<PortId, Kept>,
+    pub(super) wanted: Wanted,
+    pub(super) touched: Touched,
+}
+
 impl Builder {
-    pub(super) const fn new(names: Names) -> Self {
-        Self { names, kept: BTreeMap::new() }
+    pub(super) fn new(names: Names) -> Self {
+        Self {
+            names,
+            networks: Vec::new(),
+            zones: BTreeMap::new(),
+            kept: BTreeMap::new(),
+            wanted: Wanted::default(),
+            touched: Touched::default(),
+        }
     }
 
-    /// The ruleset of these records.
-    pub(super) fn build(&mut self, mode: Mode, records: &Records, leaving: &Leaving) -> Wanted {
-        let networks: Vec<&Arc<NetworkRecord>> = records
+    /// Takes these records over.
+    pub(super) fn update(&mut self, mode: Mode, records: &Records, leaving: &Leaving) {
+        let networks: Vec<Arc<NetworkRecord>> = records
             .good_networks()
             .filter(|network| !leaving.networks.contains(&network.spec.uuid))
+            .cloned()
             .collect();
-        let mut wanted = Wanted::default();
-        if networks.is_empty() {
-            self.kept.clear();
-            return wanted;
+        let is_same = networks.len() == self.networks.len()
+            && networks.iter().zip(&self.networks).all(|(new, old)| Arc::ptr_eq(new, old));
+        if !is_same {
+            self.networks = networks;
+            self.rebase(mode);
         }
-        wanted.families.extend(Family::ALL);
-        let zones = self.zones(&networks);
-        for chain in base::chains(&self.names, mode, &networks, &zones) {
-            wanted.chains.insert((chain.family, chain.name.clone()), Arc::new(chain));
-        }
-        for map in MAPS {
-            wanted.maps.insert(map, BTreeMap::new());
-        }
-        self.kept.retain(|port, _| records.port(*port).is_some());
+        let zone_of = |network: &NetworkRecord| {
+            let device = base::device_of(&self.names, network);
+            device.and_then(|device| self.zones.get(&device)).copied().unwrap_or_default()
+        };
+        let networks: BTreeMap<NetworkId, (Arc<NetworkRecord>, u16)> = self
+            .networks
+            .iter()
+            .map(|network| (network.spec.uuid, (Arc::clone(network), zone_of(network))))
+            .collect();
+        let mut ports = BTreeMap::new();
         for port in records.good_ports().filter(|port| !leaving.ports.contains(&port.spec.uuid)) {
-            let network =
-                networks.iter().find(|network| network.spec.uuid == port.spec.network_uuid);
-            if let Some(network) = network {
-                let zone =
-                    base::device_of(&self.names, network).and_then(|device| zones.get(&device));
-                self.add_port(
-                    &mut wanted,
-                    mode,
-                    port,
-                    (network, zone.copied().unwrap_or_default()),
-                );
+            if let Some(network) = networks.get(&port.spec.network_uuid) {
+                ports.insert(port.spec.uuid, (port, network));
             }
         }
-        wanted
+        let gone: Vec<PortId> =
+            self.kept.keys().filter(|port| !ports.contains_key(port)).copied().collect();
+        for port in gone {
+            self.remove_port(port);
+        }
+        for (port, (network, zone)) in ports.values() {
+            self.put_port(mode, port, network, *zone);
+        }
     }
 
-    /// The zone of each device: networks that share an uplink share the lowest of their zones.
-    fn zones(&self, networks: &[&Arc<NetworkRecord>]) -> BTreeMap<String, u16> {
-        let mut zones = BTreeMap::new();
-        for network in networks {
+    /// Builds the base chains anew.
+    fn rebase(&mut self, mode: Mode) {
+        let old: Vec<_> = self
+            .wanted
+            .chains
+            .iter()
+            .filter(|(_, chain)| chain.part == Part::Base)
+            .map(|(key, _)| key.clone())
+            .collect();
+        for key in old {
+            self.wanted.chains.remove(&key);
+            self.touched.chains.insert(key);
+        }
+        // Networks that share an uplink share the lowest of their zones.
+        self.zones.clear();
+        for network in &self.networks {
             if let Some(device) = base::device_of(&self.names, network) {
-                let zone = zones.entry(device).or_insert(network.zone);
+                let zone = self.zones.entry(device).or_insert(network.zone);
                 *zone = network.zone.min(*zone);
             }
         }
-        zones
+        if self.networks.is_empty() {
+            self.wanted = Wanted::default();
+            self.kept.clear();
+            return;
+        }
+        self.wanted.families.extend(Family::ALL);
+        for map in MAPS {
+            self.wanted.maps.entry(map).or_default();
+        }
+        for chain in base::chains(&self.names, mode, &self.networks, &self.zones) {
+            let key = (chain.family, chain.name.clone());
+            self.touched.chains.insert(key.clone());
+            self.wanted.chains.insert(key, Arc::new(chain));
+        }
     }
 
-    fn add_port(
+    fn remove_port(&mut self, port: PortId) {
+        let Some(kept) = self.kept.remove(&port) else { return };
+        for chain in kept.chains {
+            let key = (chain.family, chain.name.clone());
+            self.wanted.chains.remove(&key);
+            self.touched.chains.insert(key);
+        }
+        for elements in self.wanted.maps.values_mut() {
+            elements.remove(&kept.tap);
+        }
+        self.touched.taps.insert(kept.tap);
+    }
+
+    fn put_port(
         &mut self,
-        wanted: &mut Wanted,
         mode: Mode,
         port: &Arc<PortRecord>,
-        (network, zone): (&Arc<NetworkRecord>, u16),
+        network: &Arc<NetworkRecord>,
+        zone: u16,
     ) {
         let id = port.spec.uuid;
         let is_same = self.kept.get(&id).is_some_and(|kept| {
@@ -228,26 +286,29 @@ impl Builder {
                 && Arc::ptr_eq(&kept.network, network)
                 && kept.zone == zone
         });
-        if !is_same {
-            // The prefix was checked when the driver was opened, so the name can be made.
-            let Ok(tap) = self.names.tap(id) else { return };
-            let tap = tap.as_str().to_owned();
-            let chains = port::chains(&tap, mode, &port.spec, &network.spec, zone)
-                .into_iter()
-                .map(Arc::new)
-                .collect();
-            let kept =
-                Kept { port: Arc::clone(port), network: Arc::clone(network), zone, tap, chains };
-            self.kept.insert(id, kept);
+        if is_same {
+            return;
         }
-        let Some(kept) = self.kept.get(&id) else { return };
-        for chain in &kept.chains {
-            wanted.chains.insert((chain.family, chain.name.clone()), Arc::clone(chain));
+        // The prefix was checked when the driver was opened, so the name can be made.
+        let Ok(tap) = self.names.tap(id) else { return };
+        self.remove_port(id);
+        let tap = tap.as_str().to_owned();
+        let chains: Vec<Arc<Chain>> = port::chains(&tap, mode, &port.spec, &network.spec, zone)
+            .into_iter()
+            .map(Arc::new)
+            .collect();
+        for chain in &chains {
+            let key = (chain.family, chain.name.clone());
+            self.touched.chains.insert(key.clone());
+            self.wanted.chains.insert(key, Arc::clone(chain));
         }
         for map in MAPS {
-            let element = Element { chain: port::chain_name(&kept.tap, map), part: Part::Port(id) };
-            wanted.maps.entry(map).or_default().insert(kept.tap.clone(), element);
+            let element = Element { chain: port::chain_name(&tap, map), part: Part::Port(id) };
+            self.wanted.maps.entry(map).or_default().insert(tap.clone(), element);
         }
+        self.touched.taps.insert(tap.clone());
+        let (port, network) = (Arc::clone(port), Arc::clone(network));
+        self.kept.insert(id, Kept { port, network, zone, tap, chains });
     }
 }
 

@@ -21,6 +21,8 @@ const GROUP: u32 = 7;
 /// `NLMSG_ERROR`, `NLM_F_REQUEST`.
 const ERROR: u16 = 2;
 const REQUEST: u16 = 1;
+/// How many bytes of notifications may wait. What is beyond is lost, and costs a listing.
+const BUFFER: usize = 64 << 20;
 /// `struct nlmsghdr`, `struct nfgenmsg`.
 const HEADER: usize = 16;
 const FAMILY: usize = 4;
@@ -101,9 +103,11 @@ impl MonitorSocket {
         socket.bind_auto()?;
         socket.add_membership(GROUP)?;
         socket.set_non_blocking(true)?;
-        // A commit of a thousand ports notifies of some ten thousand rules. As root this is not bounded by rmem_max.
-        drop(socket.set_rx_buf_sz(4_i32 << 20));
-        Ok(Self { socket, open: empty() })
+        let this = Self { socket, open: empty() };
+        // A commit of a thousand ports notifies of some forty thousand objects, some 2 KiB of buffer each. As root this is
+        // not bounded by rmem_max, and the memory is taken only while messages wait.
+        rustix::net::sockopt::set_socket_recv_buffer_size_force(this.fd(), BUFFER)?;
+        Ok(this)
     }
 
     /// Waits until there is something to read. Cancel-safe.

@@ -16,7 +16,7 @@ use super::{
     ForeignDrop, Mode, NftError, Part, Request, View, Wish, detect,
     listing::Found,
     program_error,
-    ruleset::{Builder, Family, mark_chain},
+    ruleset::{Builder, Family, Touched, mark_chain},
     socket::{self, GenerationSocket, MonitorSocket},
     transaction::{self, Transaction},
 };
@@ -34,6 +34,8 @@ const TRIES: usize = 3;
 struct Known {
     generation: u32,
     found: Found,
+    /// Whether it is as wanted but for what was touched since. If not, everything has to be compared.
+    is_current: bool,
 }
 
 pub(super) struct Task {
@@ -164,7 +166,7 @@ impl Task {
     }
 
     /// The way from what is there to what the records say.
-    async fn plan(&mut self) -> Result<(Transaction, Found), NftError> {
+    async fn plan(&mut self) -> Result<Transaction, NftError> {
         let mode = self.mode().await?;
         self.refresh().await?;
         let store = Arc::clone(&self.store);
@@ -185,40 +187,53 @@ impl Task {
         leaving.networks.retain(|id| records.networks.contains_key(id));
         leaving.ports.retain(|id| records.ports.contains_key(id));
         self.networks = records.networks.keys().copied().collect();
-        let wanted = self.builder.build(mode, &records, &leaving);
+        self.builder.update(mode, &records, &leaving);
         drop(leaving);
-        let found = self.known.as_ref().map(|known| &known.found);
-        let none = Found::default();
-        let transaction = Transaction::between(&self.table, found.unwrap_or(&none), &wanted);
-        Ok((transaction, Found::after(&wanted)))
+        let Some(known) = &mut self.known else {
+            let text = "the ruleset is not known after it was listed".to_owned();
+            return Err(NftError::Output { text });
+        };
+        let only = known.is_current.then_some(&self.builder.touched);
+        let transaction =
+            Transaction::between(&self.table, &known.found, &self.builder.wanted, only);
+        if transaction.is_empty() {
+            known.is_current = true;
+            self.builder.touched = Touched::default();
+        }
+        Ok(transaction)
     }
 
     /// Writes the difference; answers whom it concerned.
     async fn commit(&mut self) -> Result<BTreeSet<Part>, NftError> {
-        let (transaction, after) = self.plan().await?;
+        let transaction = self.plan().await?;
         if transaction.is_empty() {
             return Ok(BTreeSet::new());
         }
-        self.check_owner(&after)?;
+        self.check_owner()?;
         tracing::debug!(faults = ?transaction.faults, "write the firewall");
-        let before = self.known.take().map(|known| known.generation);
+        let before = self.known.take();
         let run =
             Run::new(&self.nft).args(["-j", "-f", "-"]).stdin(transaction.document()).limit(LIMIT);
         run.success(&Context::new()).await.map_err(program_error)?;
         host::fault::point("linux-bridge.firewall.committed")
             .map_err(|error| NftError::Program { kind: error.kind(), text: error.to_string() })?;
         let generation = self.generation()?;
-        if before.is_some_and(|before| before.wrapping_add(1) == generation) {
+        if let Some(mut known) =
+            before.filter(|known| known.generation.wrapping_add(1) == generation)
+        {
             // Ours was the only commit, so what is there is what we wrote.
-            self.known = Some(Known { generation, found: after });
+            let only = known.is_current.then_some(&self.builder.touched);
+            known.found.take_over(&self.builder.wanted, only);
+            self.known = Some(Known { generation, found: known.found, is_current: true });
+            self.builder.touched = Touched::default();
         }
         Ok(transaction.parts)
     }
 
     /// Refuses a table of our name that somebody else made.
-    fn check_owner(&self, after: &Found) -> Result<(), NftError> {
+    fn check_owner(&self) -> Result<(), NftError> {
         let Some(known) = &self.known else { return Ok(()) };
-        let touched = known.found.families.union(&after.families);
+        let touched = known.found.families.union(&self.builder.wanted.families);
         for family in touched {
             if !transaction::is_ours(&known.found, *family, &self.mark) {
                 return Err(NftError::Foreign {
@@ -231,7 +246,7 @@ impl Task {
     }
 
     async fn look(&mut self) -> Result<View, NftError> {
-        let (transaction, _) = self.plan().await?;
+        let transaction = self.plan().await?;
         Ok(View {
             broken: transaction.parts,
             faults: transaction.faults,
@@ -296,7 +311,7 @@ impl Task {
                 Err(error) if self.generation()? == generation => return Err(error),
                 Err(_) => continue,
             };
-            self.known = Some(Known { generation, found });
+            self.known = Some(Known { generation, found, is_current: false });
             self.foreign_drops = drops;
             self.chains_stale = false;
         }
@@ -344,8 +359,8 @@ impl Task {
         let Some(last) = foreign.iter().rfind(|commit| commit.touched) else { return };
         let process = last.process.clone();
         match self.plan().await {
-            Ok((transaction, _)) if transaction.is_empty() => {}
-            Ok((transaction, _)) => {
+            Ok(transaction) if transaction.is_empty() => {}
+            Ok(transaction) => {
                 let faults = transaction.faults.join("; ");
                 tracing::warn!(
                     process,

@@ -38,7 +38,20 @@ fn records() -> Records {
 }
 
 fn wanted(mode: Mode, records: &Records, leaving: &Leaving) -> Wanted {
-    Builder::new(Names::new(node(), "bcd")).build(mode, records, leaving)
+    let mut builder = Builder::new(Names::new(node(), "bcd"));
+    builder.update(mode, records, leaving);
+    builder.wanted
+}
+
+/// What is there after everything wanted was written.
+fn after(wanted: &Wanted) -> Found {
+    let mut found = Found::default();
+    found.take_over(wanted, None);
+    found
+}
+
+fn between(found: &Found, wanted: &Wanted) -> Transaction {
+    Transaction::between("bcd", found, wanted, None)
 }
 
 fn commands(transaction: &Transaction) -> Vec<Value> {
@@ -61,10 +74,10 @@ fn at(commands: &[Value], verb: &str, kind: &str, part: &str) -> usize {
 fn what_was_written_needs_nothing_more_in_any_mode() {
     for mode in [Mode::Native, Mode::Mark, Mode::Stateless] {
         let wanted = wanted(mode, &records(), &Leaving::default());
-        let first = Transaction::between("bcd", &Found::default(), &wanted);
+        let first = between(&Found::default(), &wanted);
         assert!(!first.is_empty());
         assert_eq!(first.parts.len(), 3, "{mode:?}: the base and two ports");
-        let again = Transaction::between("bcd", &Found::after(&wanted), &wanted);
+        let again = between(&after(&wanted), &wanted);
         assert!(again.is_empty() && again.parts.is_empty(), "{mode:?}: {:?}", again.faults);
     }
 }
@@ -72,7 +85,7 @@ fn what_was_written_needs_nothing_more_in_any_mode() {
 #[test]
 fn nothing_leads_to_a_chain_before_it_is_made_or_when_it_is_removed() {
     let all = wanted(Mode::Mark, &records(), &Leaving::default());
-    let first = commands(&Transaction::between("bcd", &Found::default(), &all));
+    let first = commands(&between(&Found::default(), &all));
     let tap = all.maps["spoof"].keys().next().unwrap().clone();
     let made = at(&first, "add", "chain", &format!("{tap}.arp"));
     assert!(at(&first, "add", "table", "bridge") < made);
@@ -84,7 +97,7 @@ fn nothing_leads_to_a_chain_before_it_is_made_or_when_it_is_removed() {
     let leaving =
         Leaving { ports: records().ports.keys().copied().collect(), ..Leaving::default() };
     let none = wanted(Mode::Mark, &records(), &leaving);
-    let last = Transaction::between("bcd", &Found::after(&all), &none);
+    let last = between(&after(&all), &none);
     assert!(last.parts.is_empty(), "what is left of a port that goes is nobody's fault");
     let last = commands(&last);
     assert!(at(&last, "delete", "element", &tap) < at(&last, "flush", "chain", &tap));
@@ -97,10 +110,10 @@ fn nothing_leads_to_a_chain_before_it_is_made_or_when_it_is_removed() {
 #[test]
 fn one_damaged_chain_is_filled_again_and_no_other_is_touched() {
     let wanted = wanted(Mode::Native, &records(), &Leaving::default());
-    let mut found = Found::after(&wanted);
+    let mut found = after(&wanted);
     let key = wanted.chains.keys().find(|(_, name)| name.ends_with(".ip4")).unwrap();
     found.chains.get_mut(key).unwrap().content = Content::Damaged;
-    let mend = Transaction::between("bcd", &found, &wanted);
+    let mend = between(&found, &wanted);
     assert_eq!(mend.parts.len(), 1);
     for command in commands(&mend) {
         assert!(command.to_string().contains(&key.1), "{command}");
@@ -114,20 +127,66 @@ fn without_networks_our_tables_go_and_nothing_else() {
     let leaving =
         Leaving { networks: records().networks.keys().copied().collect(), ..Leaving::default() };
     let none = wanted(Mode::Mark, &records(), &leaving);
-    let last = commands(&Transaction::between("bcd", &Found::after(&all), &none));
+    let last = commands(&between(&after(&all), &none));
     assert_eq!(last.len(), 2);
     at(&last, "delete", "table", "bridge");
     at(&last, "delete", "table", "inet");
-    assert!(Transaction::between("bcd", &Found::default(), &none).is_empty());
+    assert!(between(&Found::default(), &none).is_empty());
 }
 
 #[test]
 fn only_native_and_mark_know_connections_on_a_bridge() {
     let text = |mode| {
         let wanted = wanted(mode, &records(), &Leaving::default());
-        Transaction::between("bcd", &Found::default(), &wanted).document()
+        between(&Found::default(), &wanted).document()
     };
     assert!(text(Mode::Native).contains("ibrname") && !text(Mode::Native).contains("pre-mark"));
     assert!(text(Mode::Mark).contains("pre-mark") && !text(Mode::Mark).contains("ibrname"));
     assert!(!text(Mode::Stateless).contains("zone"));
+}
+
+#[test]
+fn looking_at_what_was_touched_alone_finds_the_same_as_looking_at_everything() {
+    let mut builder = Builder::new(Names::new(node(), "bcd"));
+    let mut found = Found::default();
+    let mut records = records();
+    let ports: Vec<PortId> = records.ports.keys().copied().collect();
+    let mut leaving = Leaving::default();
+    // Each step changes the records or what is leaving.
+    type Step = fn(&mut Records, &mut Leaving, &[PortId]);
+    let steps: [Step; 6] = [
+        |_, _, _| {},
+        |_, leaving, ports| {
+            leaving.ports.insert(ports[0]);
+        },
+        |records, _, ports| {
+            records.ports.remove(&ports[0]);
+        },
+        |records, _, ports| {
+            let mut port = PortRecord::clone(records.port(ports[1]).unwrap());
+            port.spec.addresses = vec!["10.0.0.99".parse().unwrap()];
+            records.ports.insert(ports[1], Entry::Good(Arc::new(port)));
+        },
+        |records, _, _| {
+            let id = NetworkId::new(id("99999999-2222-4333-8444-555555555555"));
+            let mut network = NetworkRecord::clone(records.good_networks().next().unwrap());
+            network.spec.uuid = id;
+            network.zone = 2;
+            records.networks.insert(id, Entry::Good(Arc::new(network)));
+        },
+        |records, _, _| records.networks.clear(),
+    ];
+    for (at, step) in steps.iter().enumerate() {
+        step(&mut records, &mut leaving, &ports);
+        builder.update(Mode::Mark, &records, &leaving);
+        let only = (at > 0).then_some(&builder.touched);
+        let part = Transaction::between("bcd", &found, &builder.wanted, only);
+        let whole = between(&found, &builder.wanted);
+        assert_eq!(part.document(), whole.document(), "step {at}");
+        assert!(at == 2 || !part.is_empty(), "step {at}");
+        found.take_over(&builder.wanted, only);
+        builder.touched = super::ruleset::Touched::default();
+        assert_eq!(found, after(&builder.wanted), "step {at}");
+        assert!(between(&found, &builder.wanted).is_empty(), "step {at}");
+    }
 }

@@ -6,8 +6,8 @@ use serde_json::{Value, json};
 
 use super::{
     expr::goto,
-    listing::{Content, Found},
-    ruleset::{Chain, Family, Part, Wanted},
+    listing::{Content, Found, FoundChain},
+    ruleset::{Chain, Family, Part, Touched, Wanted},
 };
 
 /// The commands of one commit, and whom they concern.
@@ -20,25 +20,31 @@ pub(super) struct Transaction {
     pub(super) faults: Vec<String>,
 }
 
+/// What names a chain.
+type Key = (Family, String);
+
 /// How many faults are named.
 const MOST_FAULTS: usize = 8;
 
 impl Transaction {
-    /// The way from `found` to `wanted`. Empty when they are the same.
+    /// The way from `found` to `wanted`, looked for in `only` where the rest is known to be the same. Empty when they are
+    /// the same.
     ///
     /// The order within the transaction is what the kernel demands: a chain is made before something leads to it, and
     /// nothing leads to it any more when it is removed. A base chain cannot change its hook, so it is made anew.
-    pub(super) fn between(table: &str, found: &Found, wanted: &Wanted) -> Self {
+    pub(super) fn between(
+        table: &str,
+        found: &Found,
+        wanted: &Wanted,
+        only: Option<&Touched>,
+    ) -> Self {
         let mut this = Self::default();
         if wanted.families.is_empty() {
             for family in &found.families {
                 this.parts.insert(Part::Base);
                 this.fault(|| format!("table {family} {table} is still there"));
-                this.command(
-                    "delete",
-                    "table",
-                    json!({ "family": family.as_str(), "name": table }),
-                );
+                let name = json!({ "family": family.as_str(), "name": table });
+                this.command("delete", "table", name);
             }
             return this;
         }
@@ -47,11 +53,24 @@ impl Transaction {
             this.fault(|| format!("table {family} {table} is missing"));
             this.command("add", "table", json!({ "family": family.as_str(), "name": table }));
         }
-        this.remove_elements(table, found, wanted);
-        this.make_chains(table, found, wanted);
-        this.fill_chains(table, found, wanted);
-        this.remove_chains(table, found, wanted);
-        this.add_elements(table, found, wanted);
+        let (keys, taps): (BTreeSet<&Key>, BTreeSet<&str>) = match only {
+            Some(touched) => {
+                (touched.chains.iter().collect(), touched.taps.iter().map(String::as_str).collect())
+            }
+            None => {
+                let there = found.maps.values().flat_map(|elements| elements.keys());
+                let wished = wanted.maps.values().flat_map(|elements| elements.keys());
+                (
+                    found.chains.keys().chain(wanted.chains.keys()).collect(),
+                    there.chain(wished).map(String::as_str).collect(),
+                )
+            }
+        };
+        this.remove_elements(table, found, wanted, &taps);
+        this.make_chains(table, found, wanted, &keys);
+        this.fill_chains(table, found, wanted, &keys);
+        this.remove_chains(table, found, wanted, &keys);
+        this.add_elements(table, found, wanted, &taps);
         this
     }
 
@@ -78,109 +97,101 @@ impl Transaction {
         }
     }
 
-    fn remove_elements(&mut self, table: &str, found: &Found, wanted: &Wanted) {
-        for (map, elements) in &found.maps {
-            let Some(wished) = wanted.maps.get(map.as_str()) else { continue };
-            for (tap, chain) in elements {
-                match wished.get(tap) {
+    fn remove_elements(
+        &mut self,
+        table: &str,
+        found: &Found,
+        wanted: &Wanted,
+        taps: &BTreeSet<&str>,
+    ) {
+        for (map, wished) in &wanted.maps {
+            let Some(there) = found.maps.get(*map) else { continue };
+            for tap in taps {
+                let Some(chain) = there.get(*tap) else { continue };
+                match wished.get(*tap) {
                     Some(element) if element.chain == *chain => continue,
                     Some(element) => {
                         self.parts.insert(element.part);
                         self.fault(|| format!("map {map} leads {tap} elsewhere"));
                     }
-                    None => {
-                        self.fault(|| format!("map {map} has {tap}, which is no port"));
-                    }
+                    None => self.fault(|| format!("map {map} has {tap}, which is no port")),
                 }
-                self.command(
-                    "delete",
-                    "element",
-                    json!({
-                        "family": "bridge", "table": table, "name": map, "elem": [tap]
-                    }),
-                );
+                let element =
+                    json!({ "family": "bridge", "table": table, "name": map, "elem": [tap] });
+                self.command("delete", "element", element);
             }
         }
     }
 
-    fn make_chains(&mut self, table: &str, found: &Found, wanted: &Wanted) {
-        for (key, chain) in &wanted.chains {
-            let is_new = match found.chains.get(key) {
-                Some(there) if there.hook == chain.hook && !there.odd_policy => false,
+    fn make_chains(&mut self, table: &str, found: &Found, wanted: &Wanted, keys: &BTreeSet<&Key>) {
+        for chain in keys.iter().filter_map(|key| wanted.chains.get(*key)) {
+            let what = || format!("chain {} {table} {}", chain.family, chain.name);
+            match found.chains.get(&(chain.family, chain.name.clone())) {
+                Some(there) if there.hook == chain.hook && !there.odd_policy => continue,
                 Some(_) => {
-                    self.fault(|| {
-                        format!(
-                            "chain {} {table} {} is hooked in elsewhere",
-                            chain.family, chain.name
-                        )
-                    });
+                    self.fault(|| format!("{} is hooked in elsewhere", what()));
                     self.command("flush", "chain", named(table, chain));
                     self.command("delete", "chain", named(table, chain));
-                    true
                 }
-                None => {
-                    self.fault(|| {
-                        format!("chain {} {table} {} is missing", chain.family, chain.name)
-                    });
-                    true
-                }
-            };
-            if is_new {
-                self.parts.insert(chain.part);
-                let mut object = named(table, chain);
-                if let (Some(hook), Some(fields)) = (&chain.hook, object.as_object_mut()) {
-                    fields.insert("type".to_owned(), hook.kind.clone().into());
-                    fields.insert("hook".to_owned(), hook.hook.clone().into());
-                    fields.insert("prio".to_owned(), hook.prio.into());
-                    fields.insert("policy".to_owned(), "accept".into());
-                }
-                self.command("add", "chain", object);
+                None => self.fault(|| format!("{} is missing", what())),
             }
+            self.parts.insert(chain.part);
+            let mut object = named(table, chain);
+            if let (Some(hook), Some(fields)) = (&chain.hook, object.as_object_mut()) {
+                fields.insert("type".to_owned(), hook.kind.clone().into());
+                fields.insert("hook".to_owned(), hook.hook.clone().into());
+                fields.insert("prio".to_owned(), hook.prio.into());
+                fields.insert("policy".to_owned(), "accept".into());
+            }
+            self.command("add", "chain", object);
         }
         for map in wanted.maps.keys().filter(|map| !found.maps.contains_key(**map)) {
             self.parts.insert(Part::Base);
             self.fault(|| format!("map bridge {table} {map} is missing"));
-            self.command("add", "map", json!({
+            let object = json!({
                 "family": "bridge", "table": table, "name": map, "type": "ifname", "map": "verdict"
-            }));
+            });
+            self.command("add", "map", object);
         }
     }
 
-    fn fill_chains(&mut self, table: &str, found: &Found, wanted: &Wanted) {
-        for (key, chain) in &wanted.chains {
-            let there =
-                found.chains.get(key).filter(|there| there.hook == chain.hook && !there.odd_policy);
+    fn fill_chains(&mut self, table: &str, found: &Found, wanted: &Wanted, keys: &BTreeSet<&Key>) {
+        for (key, chain) in keys.iter().filter_map(|key| wanted.chains.get_key_value(*key)) {
+            let is_kept = |there: &&FoundChain| there.hook == chain.hook && !there.odd_policy;
+            let there = found.chains.get(key).filter(is_kept);
             if there.is_some_and(|there| there.has_content_of(chain)) {
                 continue;
             }
-            if let Some(there) = there
-                && there.content != Content::Empty
-            {
-                self.command("flush", "chain", named(table, chain));
-            }
-            if there.is_some() {
+            if let Some(there) = there {
+                if there.content != Content::Empty {
+                    self.command("flush", "chain", named(table, chain));
+                }
                 self.fault(|| {
                     format!("chain {} {table} {} has other rules", chain.family, chain.name)
                 });
             }
             self.parts.insert(chain.part);
             for (at, rule) in chain.rules.iter().enumerate() {
-                self.command(
-                    "add",
-                    "rule",
-                    json!({
-                        "family": chain.family.as_str(), "table": table, "chain": chain.name,
-                        "comment": chain.comment(at, rule.note), "expr": rule.expr,
-                    }),
-                );
+                let rule = json!({
+                    "family": chain.family.as_str(), "table": table, "chain": chain.name,
+                    "comment": chain.comment(at, rule.note), "expr": rule.expr,
+                });
+                self.command("add", "rule", rule);
             }
         }
     }
 
     /// Chains of ours that are wanted no more, and chains that somebody else put into our tables.
-    fn remove_chains(&mut self, table: &str, found: &Found, wanted: &Wanted) {
-        let gone: Vec<_> =
-            found.chains.keys().filter(|key| !wanted.chains.contains_key(*key)).collect();
+    fn remove_chains(
+        &mut self,
+        table: &str,
+        found: &Found,
+        wanted: &Wanted,
+        keys: &BTreeSet<&Key>,
+    ) {
+        let is_gone =
+            |key: &&&Key| found.chains.contains_key(**key) && !wanted.chains.contains_key(**key);
+        let gone: Vec<&Key> = keys.iter().filter(is_gone).copied().collect();
         // What is left of a port that is gone harms nobody; any other chain may be hooked in.
         if gone.iter().any(|(_, name)| !name.starts_with(&format!("{table}t"))) {
             self.parts.insert(Part::Base);
@@ -189,27 +200,26 @@ impl Transaction {
         for verb in ["flush", "delete"] {
             for (family, name) in &gone {
                 self.fault(|| format!("chain {family} {table} {name} is not wanted"));
-                self.command(
-                    verb,
-                    "chain",
-                    json!({ "family": family.as_str(), "table": table, "name": name }),
-                );
+                let chain = json!({ "family": family.as_str(), "table": table, "name": name });
+                self.command(verb, "chain", chain);
             }
         }
     }
 
-    fn add_elements(&mut self, table: &str, found: &Found, wanted: &Wanted) {
+    fn add_elements(&mut self, table: &str, found: &Found, wanted: &Wanted, taps: &BTreeSet<&str>) {
         for (map, elements) in &wanted.maps {
             let there = found.maps.get(*map);
-            for (tap, element) in elements {
+            for (tap, element) in taps.iter().filter_map(|tap| elements.get_key_value(*tap)) {
                 if there.and_then(|there| there.get(tap)) == Some(&element.chain) {
                     continue;
                 }
                 self.parts.insert(element.part);
                 self.fault(|| format!("map bridge {table} {map} lacks {tap}"));
-                self.command("add", "element", json!({
-                    "family": "bridge", "table": table, "name": map, "elem": [[tap, goto(&element.chain)]]
-                }));
+                let element = json!({
+                    "family": "bridge", "table": table, "name": map,
+                    "elem": [[tap, goto(&element.chain)]]
+                });
+                self.command("add", "element", element);
             }
         }
     }
