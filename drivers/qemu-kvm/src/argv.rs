@@ -154,11 +154,20 @@ fn boot(args: &mut Args, running: &Running, firmware_code: &str, numbers: &Numbe
     }
     if let Some(seed) = numbers.seed {
         fdset_node(args, "seed", seed, true);
+        // Behind a port of its own, after all others: a guest numbers its disks by bus, and /dev/vda is the first of the
+        // operator's. A device on the root bus would come before them.
+        args.json(
+            "-device",
+            &json!({
+                "driver": "pcie-root-port", "id": "seed-port", "bus": "pcie.0", "chassis": 255,
+                "addr": format!("{SEED_SLOT:#x}"), "io-reserve": 0,
+            }),
+        );
         args.json(
             "-device",
             &json!({
                 "driver": "virtio-blk-pci", "id": "seed", "drive": "seed", "serial": "CIDATA",
-                "bus": "pcie.0", "addr": format!("{SEED_SLOT:#x}"),
+                "bus": "seed-port",
             }),
         );
     }

@@ -157,11 +157,38 @@ fn ports_have_places_of_their_own() {
     running.ports = MAX_PORTS;
     let places: Vec<String> = argv(&running)
         .iter()
-        .filter(|arg| arg.contains("pcie-root-port"))
+        .filter(|arg| arg.contains("pcie-root-port") && !arg.contains("seed-port"))
         .map(|arg| serde_json::from_str::<Value>(arg).unwrap()["addr"].to_string())
         .collect();
     assert_eq!(places.len(), usize::from(MAX_PORTS));
     let unique: std::collections::HashSet<_> = places.iter().collect();
     assert_eq!(unique.len(), places.len());
     assert!(!places.iter().any(|place| place.starts_with("\"0x1d")));
+}
+
+#[test]
+fn the_seed_is_behind_the_last_port_so_that_vda_is_the_first_disk_of_the_operator() {
+    let argv = argv(&running("web", "/var/lib/bcd/disk.qcow2", kernel()));
+    let ports: Vec<Value> = argv
+        .iter()
+        .filter(|arg| arg.contains("pcie-root-port"))
+        .map(|arg| serde_json::from_str(arg).unwrap())
+        .collect();
+    let slot = |port: &Value| {
+        let addr = port["addr"]
+            .as_str()
+            .unwrap()
+            .trim_start_matches("0x")
+            .split('.')
+            .next()
+            .unwrap()
+            .to_owned();
+        u8::from_str_radix(&addr, 16).unwrap()
+    };
+    let last = ports.iter().max_by_key(|port| slot(port)).unwrap();
+    assert_eq!(last["id"], "seed-port");
+    assert!(
+        argv.iter()
+            .any(|arg| arg.contains("\"bus\":\"seed-port\"") && arg.contains("virtio-blk-pci"))
+    );
 }
