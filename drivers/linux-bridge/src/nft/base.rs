@@ -9,7 +9,7 @@ use super::{
     detect::Mode,
     expr::{
         accept, any_of, began_in, counter, ct_state, drop, family, is, is_not, jump,
-        keep_mark_bits, masquerade, meta, payload, prefix, set_mark_bit, set_zone, vmap,
+        keep_mark_bits, masquerade, meta, notrack, payload, prefix, set_mark_bit, set_zone, vmap,
     },
     ruleset::{Chain, ESTABLISHED, Family, INVALID, Part, Rule, has_own_bridge, mark_chain, rule},
 };
@@ -178,10 +178,21 @@ fn inet_chains(mode: Mode, nets: &[Net<'_>], own: &[&Net<'_>]) -> Vec<Chain> {
 }
 
 /// Puts what begins on each network's device into its zone.
+///
+/// DHCP requests stay untracked: all are from 0.0.0.0:68 to 255.255.255.255:67, and a zone of the original direction leaves
+/// their reply tuples in one zone, so that a second network's would clash with the first's and be lost for 30 seconds.
 fn zones(key: &str, nets: &[Net<'_>]) -> Vec<Rule> {
+    let requests = [
+        is(meta(key), devices(nets)),
+        is(payload("udp", "sport"), 68),
+        is(payload("udp", "dport"), 67),
+        notrack(),
+        accept(),
+    ];
     let zone =
         |net: &Net<'_>| rule("zone", [is(meta(key), net.device.as_str()), set_zone(net.zone)]);
-    one_a_device(nets).map(zone).collect()
+    let untracked = (!nets.is_empty()).then(|| rule("dhcp", requests));
+    untracked.into_iter().chain(one_a_device(nets).map(zone)).collect()
 }
 
 /// Marks what belongs to a connection of each network's device.

@@ -101,6 +101,11 @@ pub(super) fn counter() -> Value {
     json!({ "counter": null })
 }
 
+/// Keeps the packet out of connection tracking.
+pub(super) fn notrack() -> Value {
+    json!({ "notrack": null })
+}
+
 pub(super) fn masquerade() -> Value {
     json!({ "masquerade": null })
 }

@@ -45,6 +45,24 @@ fn a_guest_gets_its_ports_address_its_router_and_its_resolver() {
 }
 
 #[test]
+fn guests_of_several_networks_get_their_addresses_right_after_one_another() {
+    in_netns(|| async {
+        let host = Host::new();
+        let mut guests = Vec::new();
+        for number in 1..=3 {
+            let net = network(number, NetworkType::Nat);
+            host.has_network(&net).await;
+            let port = port(number, 1);
+            guests.push(Guest::on_tap(&host.tap(&port).await, &port.mac.to_string()).unwrap());
+        }
+        for (guest, number) in guests.iter().zip(1..) {
+            let text = lease(guest);
+            assert!(text.contains(&format!("ip=10.{number}.0.11")), "network {number}: {text}");
+        }
+    });
+}
+
+#[test]
 fn a_network_without_a_gateway_gives_addresses_and_no_router() {
     in_netns(|| async {
         let host = Host::new();
