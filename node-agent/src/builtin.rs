@@ -109,7 +109,9 @@ fn qemu(config: &Config, id: HostId, hostname: &str) -> QemuConfig {
     };
     qemu.allow_tcg = config.qemu.allow_tcg;
     let range = UidRange { base: config.qemu.uid_base, count: config.qemu.uid_count };
-    qemu.uids = (range.base != 0).then_some(range);
+    // Only root can start a process as somebody else.
+    qemu.uids = (range.base != 0 && rustix::process::geteuid().is_root()).then_some(range);
+    qemu.slice = Some(config.qemu.slice.clone()).filter(|slice| !slice.is_empty());
     qemu
 }
 

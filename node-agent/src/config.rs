@@ -181,6 +181,8 @@ pub struct Qemu {
     pub uid_base: u32,
     /// How many uids the range has.
     pub uid_count: u32,
+    /// The systemd slice in which each VM has a scope of its own; none when empty.
+    pub slice: String,
 }
 
 impl Default for Qemu {
@@ -191,9 +193,30 @@ impl Default for Qemu {
             allow_tcg: true,
             ovmf_code: PathBuf::new(),
             ovmf_vars: PathBuf::new(),
-            uid_base: 0x6000_0000,
-            uid_count: 65_536,
+            uid_base: 0x7000_0000,
+            uid_count: 0x0800_0000,
+            slice: "bcd-vms.slice".to_owned(),
         }
+    }
+}
+
+impl Qemu {
+    fn check(&self) -> Result<(), Problem> {
+        if self.uid_count == 0 {
+            return Err(Problem::new("qemu.uid_count", "wanted 1 or more")
+                .with_remedy("set qemu.uid_base to 0 for VMMs under the agent's own user"));
+        }
+        let last = u64::from(self.uid_base) + u64::from(self.uid_count) - 1;
+        // Below are people, services and systemd's DynamicUser=; above, tools that take a uid for a signed number fail.
+        if self.uid_base != 0 && (self.uid_base < 65_536 || last > 0x7fff_ffff) {
+            let reason = "wanted 0, or a range within 65536 to 2147483647 with uid_count";
+            return Err(Problem::new("qemu.uid_base", reason));
+        }
+        if !self.slice.is_empty() && !driver_qemu_kvm::is_slice(&self.slice) {
+            let reason = "wanted the name of a systemd slice such as \"bcd-vms.slice\", or \"\"";
+            return Err(Problem::new("qemu.slice", reason));
+        }
+        Ok(())
     }
 }
 
@@ -353,6 +376,7 @@ impl Config {
             let reason = "wanted an octal mode such as \"0660\"";
             return Err(Problem::new("socket_mode", reason));
         }
+        self.qemu.check()?;
         let factors = [
             ("capacity.cpu_overcommit", self.capacity.cpu_overcommit),
             ("capacity.memory_overcommit", self.capacity.memory_overcommit),
@@ -449,6 +473,18 @@ mod tests {
             (
                 "[qemu]\naccel = \"kmv\"",
                 "c.toml: qemu.accel: \"kmv\" is not one of auto, kvm, tcg (did you mean \"kvm\"?)",
+            ),
+            (
+                "[qemu]\nuid_base = 1000",
+                "c.toml: qemu.uid_base: wanted 0, or a range within 65536 to 2147483647 with uid_count",
+            ),
+            (
+                "[qemu]\nuid_base = 2147483647\nuid_count = 2",
+                "c.toml: qemu.uid_base: wanted 0, or a range within 65536 to 2147483647 with uid_count",
+            ),
+            (
+                "[qemu]\nslice = \"bcd-vms\"",
+                "c.toml: qemu.slice: wanted the name of a systemd slice such as \"bcd-vms.slice\", or \"\"",
             ),
             (
                 "[qemu]\nallow_tcg = 1",

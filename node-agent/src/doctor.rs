@@ -82,7 +82,7 @@ pub async fn of_config(config: &Config) -> Vec<Check> {
     checks.push(nftables(config).await);
     checks.push(device("tun", "/dev/net/tun", Verdict::Missing, "modprobe tun"));
     checks.push(forwarding());
-    checks.push(cgroup());
+    checks.push(cgroup(config));
     checks.push(space("space for state", &config.state_dir));
     checks.push(space("space for volumes", &config.volumes_dir()));
     checks.push(space("space for images", &config.images_dir()));
@@ -273,11 +273,18 @@ fn forwarding() -> Check {
     Check::new("forwarding", verdict, found, remedy)
 }
 
-fn cgroup() -> Check {
+fn cgroup(config: &Config) -> Check {
+    if config.qemu.slice.is_empty() {
+        let found = "not used: qemu.slice is \"\", so VMs stay in the agent's own cgroup";
+        return Check::new("service manager", Verdict::Ok, found, "");
+    }
     let v2 = Path::new("/sys/fs/cgroup/cgroup.controllers").exists();
-    let systemd = Path::new("/run/systemd/system").exists();
+    let systemd = host::scope::systemd_runs();
     match (v2, systemd) {
-        (true, true) => Check::new("service manager", Verdict::Ok, "systemd, cgroup v2", ""),
+        (true, true) => {
+            let found = format!("systemd, cgroup v2: a scope per VM in {}", config.qemu.slice);
+            Check::new("service manager", Verdict::Ok, found, "")
+        }
         (_, false) => Check::new(
             "service manager",
             Verdict::Warning,
