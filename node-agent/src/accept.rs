@@ -3,8 +3,8 @@
 
 use std::collections::BTreeMap;
 
-use drivers_api::Uuid;
-use reconciler::wanted::{Key, Wanted, WantedSet};
+use drivers_api::{Uuid, VmPower};
+use reconciler::wanted::{Key, Wanted, WantedSet, WantedSpec};
 
 use crate::{
     manifest::{Manifest, ManifestError},
@@ -146,17 +146,24 @@ fn changed(old: &Wanted, manifest: &Manifest) -> Result<Option<Wanted>, Problem>
             Problem::new("uuid", reason).with_remedy("leave it out, or delete the object first")
         );
     }
-    let on_host = old.spec != manifest.spec || old.project != manifest.project;
-    if !on_host && old.labels == manifest.labels {
-        return Ok(None);
+    let next = old.next(fresh(old.uuid, manifest));
+    Ok(Some(next).filter(|next| next != old))
+}
+
+/// An instance with its power asked for: the next generation where it changes, and a start where an instance that is
+/// wanted to run already may stand still by its restart policy. Other objects stay as they are.
+#[must_use]
+pub fn power(old: &Wanted, power: VmPower) -> Wanted {
+    let mut asked = old.clone();
+    let WantedSpec::Instance(spec) = &mut asked.spec else { return asked };
+    if spec.power != power {
+        spec.power = power;
+        return old.next(asked);
     }
-    Ok(Some(Wanted {
-        generation: old.generation + u64::from(on_host),
-        project: manifest.project,
-        labels: manifest.labels.clone(),
-        spec: manifest.spec.clone(),
-        ..old.clone()
-    }))
+    if power == VmPower::Running {
+        asked.starts += 1;
+    }
+    asked
 }
 
 fn fresh(uuid: Uuid, manifest: &Manifest) -> Wanted {
@@ -300,5 +307,47 @@ mod tests {
         let (puts, answers) = delete(&WantedSet::default(), std::slice::from_ref(&key));
         assert!(puts.is_empty());
         assert_eq!(answers, [(key, Deletion::NotFound)]);
+    }
+
+    fn instance(power: &str, nics: &str) -> Vec<Manifest> {
+        parse(&format!(
+            "api_version: bcd/v1\nkind: Instance\nname: a\nspec:\n  cpus: 1\n  memory_mib: 64\n  \
+             boot: {{kind: oci_image, ref: g}}\n  power: {power}\n  nics: [{nics}]\n"
+        ))
+        .unwrap()
+    }
+
+    #[test]
+    fn an_instance_remembers_nics_that_went_and_a_power_that_goes_to_running_asks_for_a_start() {
+        let (lan, wan) = ("{name: lan, network: n}", "{name: wan, network: n}");
+        let step = |at: &WantedSet, power: &str, nics: &str| {
+            set(&apply(at, &instance(power, nics), &none()).unwrap(), at)
+        };
+        let of = |at: &WantedSet| (**at.get(&instance("running", "")[0].key()).unwrap()).clone();
+        let both = step(&WantedSet::default(), "running", &format!("{lan}, {wan}"));
+        let one = step(&both, "stopped", lan);
+        let former: Vec<_> = of(&one).former_nics.iter().map(ToString::to_string).collect();
+        assert_eq!((former, of(&one).starts, of(&one).generation), (vec!["wan".to_owned()], 0, 2));
+        let back = step(&one, "running", wan);
+        let former: Vec<_> = of(&back).former_nics.iter().map(ToString::to_string).collect();
+        assert_eq!(
+            (former, of(&back).starts, of(&back).generation),
+            (vec!["lan".to_owned()], 1, 3)
+        );
+        assert_eq!(step(&back, "running", wan), back, "the same again changes nothing");
+    }
+
+    #[test]
+    fn a_start_is_asked_for_whether_the_instance_is_wanted_to_run_or_not() {
+        let at = WantedSet::default();
+        let at = set(&apply(&at, &instance("running", "")[..], &none()).unwrap(), &at);
+        let runs = (**at.iter().next().unwrap()).clone();
+        let stopped = power(&runs, VmPower::Stopped);
+        assert_eq!((stopped.generation, stopped.starts), (2, 0));
+        assert_eq!(power(&stopped, VmPower::Stopped), stopped);
+        let started = power(&stopped, VmPower::Running);
+        assert_eq!((started.generation, started.starts), (3, 1));
+        let again = power(&started, VmPower::Running);
+        assert_eq!((again.generation, again.starts), (3, 2));
     }
 }
