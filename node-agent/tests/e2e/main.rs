@@ -2,6 +2,8 @@
 //! small Linux guest, in a network namespace per test. Each test drives the built binary by its command line, as an
 //! operator does.
 
+#![cfg(test)]
+
 mod disturbed;
 mod life;
 mod live;
