@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use drivers_api::{HostId, Hypervisor, Image, Network, Volume};
+use drivers_api::{HostId, Hypervisor, Image, Network, SecretResolver, Volume};
 use reconciler::{Capacity, Drivers, Reconciler, Settings};
 use rustix::fs::inotify;
 use tokio::sync::watch;
@@ -16,9 +16,11 @@ use tokio::sync::watch;
 use crate::{
     api::{Bound, ServeError},
     builtin::{self, BuiltIn},
+    collect,
     config::Config,
-    node::Node,
+    node::{Node, Parts},
     node_id, notify,
+    secrets::Secrets,
     store::{Access, OpenError, Store, Trouble},
 };
 
@@ -64,11 +66,22 @@ pub enum Ended {
 }
 
 /// Puts an agent together.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 pub struct AgentBuilder {
     config: Config,
     drivers: Drivers,
     built_in: BuiltIn,
+    secrets: Option<Arc<dyn SecretResolver>>,
+}
+
+impl std::fmt::Debug for AgentBuilder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AgentBuilder")
+            .field("config", &self.config)
+            .field("drivers", &self.drivers)
+            .field("built_in", &self.built_in)
+            .finish_non_exhaustive()
+    }
 }
 
 macro_rules! add_driver {
@@ -95,6 +108,13 @@ impl AgentBuilder {
     add_driver!(volume, Volume, "volume driver");
     add_driver!(image, Image, "image driver");
 
+    /// With a resolver of secret references of your own, in place of files and variables (`[secrets]`).
+    #[must_use]
+    pub fn secrets(mut self, resolver: Arc<dyn SecretResolver>) -> Self {
+        self.secrets = Some(resolver);
+        self
+    }
+
     /// Without the built-in drivers: only those that you add.
     #[must_use]
     pub fn without_built_in_drivers(mut self) -> Self {
@@ -116,7 +136,7 @@ impl AgentBuilder {
     /// When one of them cannot be opened: among others when another agent has the state directory, which is told within
     /// a second.
     pub async fn build(self) -> Result<Agent, AgentError> {
-        let Self { config, drivers, built_in } = self;
+        let Self { config, drivers, built_in, secrets } = self;
         let id = config.node_id.map_or_else(node_id::of_this_machine, Ok)?;
         let hostname = hostname(&config);
         let dir = config.state_dir.clone();
@@ -134,7 +154,10 @@ impl AgentBuilder {
             .map_err(AgentError::Driver)?;
         let mode = config.mode().unwrap_or(0o660);
         let bound = Bound::bind(&config.socket, mode, &config.write_group).await?;
-        Ok(Agent { id, config, store: Arc::new(store), drivers, bound })
+        let secrets = secrets.unwrap_or_else(|| {
+            Arc::new(Secrets::new(&config.secrets.dir, config.secrets.env.clone()))
+        });
+        Ok(Agent { id, config, store: Arc::new(store), drivers, secrets, bound })
     }
 }
 
@@ -161,13 +184,22 @@ fn hostname(config: &Config) -> String {
 }
 
 /// An agent that is ready to run.
-#[derive(Debug)]
 pub struct Agent {
     id: HostId,
     config: Config,
     store: Arc<Store>,
     drivers: Drivers,
+    secrets: Arc<dyn SecretResolver>,
     bound: Bound,
+}
+
+impl std::fmt::Debug for Agent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Agent")
+            .field("id", &self.id)
+            .field("drivers", &self.drivers)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Agent {
@@ -182,17 +214,23 @@ impl Agent {
     /// # Errors
     /// When the API server fails, or the exclusion on the state directory is lost.
     pub async fn run(self, stop: impl Future<Output = ()> + Send) -> Result<Ended, AgentError> {
-        let Self { id, config, store, drivers, bound } = self;
+        let Self { id, config, store, drivers, secrets, bound } = self;
         let trouble = match store.access() {
             Access::ReadWrite => None,
             Access::ReadOnly(trouble) => Some(trouble.clone()),
         };
-        let settings = settings(&config, id);
+        let mut settings = settings(&config, id);
+        settings.secrets = Some(Arc::clone(&secrets));
         let reconciler = trouble.is_none().then(|| {
             let wanted: Arc<dyn reconciler::store::WantedStore> = Arc::clone(&store) as _;
             Reconciler::start(wanted, drivers.clone(), settings)
         });
-        let node = Node::new(id, config, Arc::clone(&store), drivers, reconciler.clone());
+        let parts = Parts { config, store: Arc::clone(&store), drivers, secrets };
+        let node = Node::new(id, parts, reconciler.clone());
+        // Ends with the reconciler, whose events it follows.
+        let collector = reconciler
+            .as_ref()
+            .map(|reconciler| tokio::spawn(collect::run(node.clone(), reconciler.subscribe())));
         let (stopping, told) = watch::channel(false);
         let guard = tokio::spawn(watch_lock(Arc::clone(&store)));
         let mut server = tokio::spawn(bound.serve(node.clone(), told));
@@ -212,6 +250,9 @@ impl Agent {
         notify::notify("STOPPING=1");
         tracing::info!("the agent stops; VMs run on");
         guard.abort();
+        if let Some(collector) = &collector {
+            collector.abort();
+        }
         stopping.send_replace(true);
         if let Some(reconciler) = &reconciler
             && tokio::time::timeout(SHUTDOWN, reconciler.shutdown()).await.is_err()

@@ -4,13 +4,13 @@ use std::{path::PathBuf, sync::Arc};
 
 use driver_file_volume::{FileVolume, FileVolumeConfig};
 use driver_linux_bridge::{BridgeConfig, LinuxBridge};
-use driver_oci_image::{OciImage, OciImageConfig};
+use driver_oci_image::{OciImage, OciImageConfig, RegistryCredentials};
 use driver_qemu_kvm::{AccelChoice, QemuConfig, QemuKvm, UidRange};
 use drivers_api::{HostId, Result};
 use reconciler::Drivers;
 
 use crate::{
-    config::{Accel, Config},
+    config::{Accel, Config, Registry},
     doctor,
 };
 
@@ -135,5 +135,9 @@ fn image(config: &Config, id: HostId, hostname: &str) -> OciImageConfig {
     image.concurrency = usize::try_from(images.concurrency).unwrap_or(1);
     image.extra_roots.clone_from(&images.extra_roots);
     image.file_roots.clone_from(&images.file_roots);
+    image.token_hosts.clone_from(&images.token_hosts);
+    let user =
+        |one: &Registry| RegistryCredentials::new(&one.host, &one.username, one.password.clone());
+    image.credentials = images.registry.iter().map(user).collect();
     image
 }

@@ -3,12 +3,18 @@
 //! Every key has a default; [`DEFAULT_TEXT`] is the file with all of them, and `docs/config.md` tells what they mean.
 //! Unknown keys are refused with their path and the nearest known one.
 
-use std::path::{Path, PathBuf};
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+};
 
-use drivers_api::{HostId, HostPath};
-use serde::{Deserialize, Serialize};
+use drivers_api::{HostId, HostPath, SecretRef};
+use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
 
-use crate::strict::{self, Problem};
+use crate::{
+    secrets::is_variable,
+    strict::{self, Problem},
+};
 
 /// Where the file is looked for when nothing else is said.
 pub const DEFAULT_PATH: &str = "/etc/bcd-node/config.toml";
@@ -73,6 +79,8 @@ pub struct Config {
     pub capacity: Capacity,
     /// The hypervisor `qemu-kvm`.
     pub qemu: Qemu,
+    /// Where secrets come from.
+    pub secrets: Secrets,
     /// The image driver `oci-image`.
     pub images: Images,
     /// The volume driver `file-volume`.
@@ -97,6 +105,7 @@ impl Default for Config {
             log: Log::default(),
             capacity: Capacity::default(),
             qemu: Qemu::default(),
+            secrets: Secrets::default(),
             images: Images::default(),
             volumes: Volumes::default(),
             network: Network::default(),
@@ -220,6 +229,45 @@ impl Qemu {
     }
 }
 
+/// Where the values of secret references come from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Secrets {
+    /// The directory of the files that `secret://NAME` names: mode 0700, its files 0600, all of root or the agent's user.
+    pub dir: PathBuf,
+    /// The variables of the agent's environment that `env://NAME` may name.
+    pub env: Vec<String>,
+}
+
+impl Default for Secrets {
+    fn default() -> Self {
+        Self { dir: "/etc/bcd-node/secrets".into(), env: Vec::new() }
+    }
+}
+
+/// Who the agent is to a registry.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Registry {
+    /// The registry as references name it: `HOST` or `HOST:PORT`.
+    pub host: String,
+    /// The user's name.
+    pub username: String,
+    /// Where the password or token is.
+    #[serde(deserialize_with = "reference")]
+    pub password: SecretRef,
+}
+
+/// A secret reference. What is none may be a password itself: no message repeats it.
+fn reference<'de, D: Deserializer<'de>>(value: D) -> Result<SecretRef, D::Error> {
+    let value = serde_json::Value::deserialize(value)?;
+    value.as_str().and_then(|text| text.parse().ok()).ok_or_else(|| {
+        D::Error::custom(
+            "wanted secret://NAME or env://NAME; the password itself never stands here",
+        )
+    })
+}
+
 /// The image driver `oci-image`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -228,10 +276,16 @@ pub struct Images {
     pub dir: PathBuf,
     /// Registries (`HOST:PORT`) that are spoken to without TLS. Loopback addresses always are.
     pub insecure_registries: Vec<String>,
+    /// Who the agent is to which registry.
+    pub registry: Vec<Registry>,
+    /// Hosts (`HOST` or `HOST:PORT`) that a registry on another host may name as its token service.
+    pub token_hosts: Vec<String>,
     /// The most bytes of one artifact, unpacked.
     pub max_bytes: u64,
     /// The most bytes of the whole cache; 0 for what the file system has.
     pub max_cache_bytes: u64,
+    /// Seconds between two looks at whether the cache is too large.
+    pub collect_seconds: u32,
     /// Bytes that a pull leaves free on the file system.
     pub reserve_bytes: u64,
     /// How many artifacts are downloaded or unpacked at once.
@@ -247,8 +301,11 @@ impl Default for Images {
         Self {
             dir: PathBuf::new(),
             insecure_registries: Vec::new(),
+            registry: Vec::new(),
+            token_hosts: vec!["auth.docker.io".to_owned()],
             max_bytes: 64 << 30,
             max_cache_bytes: 0,
+            collect_seconds: 600,
             reserve_bytes: 256 << 20,
             concurrency: 3,
             extra_roots: Vec::new(),
@@ -358,11 +415,12 @@ impl Config {
             ("run_dir", &self.run_dir),
             ("images.dir", &self.images.dir),
             ("volumes.dir", &self.volumes.dir),
+            ("secrets.dir", &self.secrets.dir),
             ("qemu.ovmf_code", &self.qemu.ovmf_code),
             ("qemu.ovmf_vars", &self.qemu.ovmf_vars),
         ];
         for (key, path) in paths {
-            let optional = key.contains('.');
+            let optional = key.contains('.') && key != "secrets.dir";
             if !(path.is_absolute() || optional && path.as_os_str().is_empty()) {
                 return Err(Problem::new(key, "wanted an absolute path"));
             }
@@ -393,10 +451,36 @@ impl Config {
             ("reconcile.max_backoff_seconds", self.reconcile.max_backoff_seconds),
             ("reconcile.pull_timeout_seconds", self.reconcile.pull_timeout_seconds),
             ("images.concurrency", self.images.concurrency),
+            ("images.collect_seconds", self.images.collect_seconds),
         ];
         for (key, count) in counts {
             if !(1..=86_400).contains(&count) {
                 return Err(Problem::new(key, "wanted 1 to 86400"));
+            }
+        }
+        if let Some(index) = self.secrets.env.iter().position(|name| !is_variable(name)) {
+            let reason = "wanted the name of a variable: letters, digits and _";
+            return Err(Problem::new(format!("secrets.env[{index}]"), reason));
+        }
+        self.check_registries()
+    }
+
+    fn check_registries(&self) -> Result<(), Problem> {
+        let mut seen = BTreeSet::new();
+        for (index, registry) in self.images.registry.iter().enumerate() {
+            let problem =
+                |field, reason| Problem::new(format!("images.registry[{index}].{field}"), reason);
+            let bad = |c: char| !c.is_ascii_graphic() || "/@?#".contains(c);
+            if registry.host.is_empty() || registry.host.contains(bad) {
+                return Err(problem("host", "wanted HOST or HOST:PORT, as references name it"));
+            }
+            if !seen.insert(registry.host.as_str()) {
+                return Err(problem("host", "the registry stands twice"));
+            }
+            // RFC 7617, section 2: a colon ends the user's name.
+            let bad = |c: char| c.is_control() || c == ':';
+            if registry.username.is_empty() || registry.username.contains(bad) {
+                return Err(problem("username", "wanted a name without a colon"));
             }
         }
         Ok(())
@@ -496,6 +580,19 @@ mod tests {
                 "[capacity]\ncpu_overcommit = 0.0",
                 "c.toml: capacity.cpu_overcommit: wanted a number above 0, at most 1000",
             ),
+            ("[secrets]\ndir = \"\"", "c.toml: secrets.dir: wanted an absolute path"),
+            (
+                "[secrets]\nenv = [\"A=B\"]",
+                "c.toml: secrets.env[0]: wanted the name of a variable: letters, digits and _",
+            ),
+            (
+                "[[images.registry]]\nhost = \"a/b\"\nusername = \"u\"\npassword = \"env://P\"",
+                "c.toml: images.registry[0].host: wanted HOST or HOST:PORT, as references name it",
+            ),
+            (
+                "[[images.registry]]\nhost = \"a\"\nusername = \"u:v\"\npassword = \"env://P\"",
+                "c.toml: images.registry[0].username: wanted a name without a colon",
+            ),
             ("[reconcile]\nworkers = 0", "c.toml: reconcile.workers: wanted 1 to 86400"),
             (
                 "[reconcile]\nworkers = -1",
@@ -510,6 +607,26 @@ mod tests {
         assert!(problem("a = \n b").starts_with("c.toml: line 2: "), "{}", problem("a = \n b"));
         let long = format!("socket = \"/{}\"", "x".repeat(120));
         assert!(problem(&long).contains("at most 107 bytes"));
+    }
+
+    #[test]
+    fn a_password_in_place_of_a_reference_is_refused_and_not_repeated() {
+        for password in ["\"CANARY-7c2e\"", "72727272", "[\"CANARY-7c2e\"]", "\"secret://\""] {
+            let text = format!(
+                "[[images.registry]]\nhost = \"r.test:5000\"\nusername = \"u\"\npassword = {password}\n"
+            );
+            let told = problem(&text);
+            let wanted = "c.toml: images.registry[0].password: wanted secret://NAME or env://NAME; the password itself \
+                          never stands here";
+            assert_eq!(told, wanted);
+        }
+        let one =
+            "[[images.registry]]\nhost = \"r.test\"\nusername = \"u\"\npassword = \"secret://r\"\n";
+        let config = Config::parse(one, Path::new("c")).unwrap();
+        assert_eq!(config.images.registry[0].password.as_str(), "secret://r");
+        assert!(
+            problem(&one.repeat(2)).contains("images.registry[1].host: the registry stands twice")
+        );
     }
 
     #[test]

@@ -13,12 +13,14 @@
 //! ```
 //!
 //! * [`config`]: the configuration file. [`manifest`]: what an operator writes. [`strict`]: how both are read.
+//! * [`secrets`]: where the values of secret references come from.
 //! * [`store`]: the wanted state on disk. [`accept`]: what a request changes in it.
 //! * [`Node`]: what each call of the API does. [`api`]: the same over gRPC, with credentials and error details.
 //! * [`cli`]: the command line, a client of the API.
 
 mod agent;
 mod builtin;
+mod collect;
 mod fault;
 mod node;
 mod notify;
@@ -33,6 +35,7 @@ pub mod inventory;
 pub mod logging;
 pub mod manifest;
 pub mod node_id;
+pub mod secrets;
 pub mod store;
 pub mod strict;
 

@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    fmt,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -9,13 +10,13 @@ use std::{
     time::Duration,
 };
 
-use drivers_api::{Error, ErrorKind, HostId, ObjectRef, Uuid, VmPower};
+use drivers_api::{Error, ErrorKind, HostId, ObjectRef, SecretResolver, Uuid, VmPower};
 use reconciler::{
     Drivers, Reconciler,
     plan::Step,
     status::{Status, Unclaimed},
     store::WantedStore,
-    wanted::{Key, Kind, ObjectName, Wanted, WantedSet, WantedSpec},
+    wanted::{Key, Kind, ObjectName, Wanted, WantedSet},
 };
 
 use crate::{
@@ -43,12 +44,20 @@ pub struct Object {
 #[derive(Clone, Debug)]
 pub struct Node(Arc<Inner>);
 
-#[derive(Debug)]
+/// What a node is made of.
+pub(crate) struct Parts {
+    pub(crate) config: Config,
+    pub(crate) store: Arc<Store>,
+    pub(crate) drivers: Drivers,
+    pub(crate) secrets: Arc<dyn SecretResolver>,
+}
+
 struct Inner {
     id: HostId,
     config: Config,
     store: Arc<Store>,
     drivers: Drivers,
+    secrets: Arc<dyn SecretResolver>,
     reconciler: Option<Reconciler>,
     events: EventLog,
     /// Held from the look at the wanted state to its change, so that two requests do not overwrite each other.
@@ -57,14 +66,18 @@ struct Inner {
     all_claimed: AtomicBool,
 }
 
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Node")
+            .field("id", &self.id)
+            .field("drivers", &self.drivers)
+            .finish_non_exhaustive()
+    }
+}
+
 impl Node {
-    pub(crate) fn new(
-        id: HostId,
-        config: Config,
-        store: Arc<Store>,
-        drivers: Drivers,
-        reconciler: Option<Reconciler>,
-    ) -> Self {
+    pub(crate) fn new(id: HostId, parts: Parts, reconciler: Option<Reconciler>) -> Self {
+        let Parts { config, store, drivers, secrets } = parts;
         let events = EventLog::new();
         if let Some(reconciler) = &reconciler {
             tokio::spawn(events.clone().follow(reconciler.clone()));
@@ -74,6 +87,7 @@ impl Node {
             config,
             store,
             drivers,
+            secrets,
             reconciler,
             events,
             edit: tokio::sync::Mutex::new(()),
@@ -103,6 +117,12 @@ impl Node {
     #[must_use]
     pub fn drivers(&self) -> &Drivers {
         &self.0.drivers
+    }
+
+    /// Where drivers have the values of secret references from.
+    #[must_use]
+    pub fn secrets(&self) -> &Arc<dyn SecretResolver> {
+        &self.0.secrets
     }
 
     /// The latest events.
@@ -254,17 +274,7 @@ impl Node {
     /// # Errors
     /// `NotFound`; what [`Reconciler::check`] refuses; why the store was not written.
     pub async fn set_power(&self, name: &ObjectName, power: VmPower) -> Result<Accepted, Faults> {
-        self.edit_instance(name, |object| {
-            let WantedSpec::Instance(spec) = &mut object.spec else { return };
-            if spec.power != power {
-                spec.power = power;
-                object.generation += 1;
-            } else if power == VmPower::Running {
-                // Wanted to run already: it may stand still by its restart policy.
-                object.starts += 1;
-            }
-        })
-        .await
+        self.edit_instance(name, |object| *object = accept::power(object, power)).await
     }
 
     /// Restarts an instance's guest.

@@ -3,7 +3,8 @@
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use drivers_api::{
-    CancelFlag, ConsoleStream, Context, Error, ErrorKind, ImageRef, Progress, ProgressSink, Uuid,
+    CancelFlag, ConsoleStream, Context, Error, ErrorKind, Image, ImageRef, ImageStatus, Outcome,
+    Progress, ProgressSink, Uuid,
 };
 use futures_util::{Stream, StreamExt, stream};
 use reconciler::{
@@ -311,12 +312,14 @@ pub(super) fn pull(
     let driver = Arc::clone(driver);
     let limit = Duration::from_secs(node.config().reconcile.pull_timeout_seconds.into());
     let (sender, receiver) = mpsc::channel(QUEUE);
+    let node = node.clone();
     tokio::spawn(async move {
         let cancel = CancelFlag::new();
         let cx = until(limit)
             .with_cancel(cancel.clone())
+            .with_secrets(Arc::clone(node.secrets()))
             .with_progress(Arc::new(Reports(sender.clone())));
-        let work = driver.pull(&cx, &reference);
+        let work = pull_with_room(&node, driver.as_ref(), &cx, &reference);
         tokio::pin!(work);
         let answer = tokio::select! {
             answer = &mut work => answer,
@@ -336,4 +339,20 @@ pub(super) fn pull(
         drop(sender.send(last).await);
     });
     Ok(receiver)
+}
+
+/// Pulls; where there is no room, once more after what nobody wants is gone.
+async fn pull_with_room(
+    node: &Node,
+    driver: &dyn Image,
+    cx: &Context,
+    reference: &ImageRef,
+) -> drivers_api::Result<Outcome<ImageStatus>> {
+    match driver.pull(cx, reference).await {
+        Err(error) if error.kind() == ErrorKind::Exhausted => {
+            crate::collect::collect(node, 0).await;
+            driver.pull(cx, reference).await
+        }
+        answer => answer,
+    }
 }

@@ -58,6 +58,11 @@ impl Place {
         Self::new(more, Some("reference"))
     }
 
+    /// With the drivers for a real host. Only in a network namespace of its own.
+    pub(crate) fn real(more: &str) -> Self {
+        Self::new(more, None)
+    }
+
     fn new(more: &str, drivers: Option<&'static str>) -> Self {
         let dir = tempfile::Builder::new().prefix("bcd").tempdir().unwrap();
         let at = dir.path().display();

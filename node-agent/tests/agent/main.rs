@@ -5,3 +5,5 @@
 mod api;
 mod cli;
 mod common;
+mod images;
+mod terminal;
