@@ -1,7 +1,7 @@
 # Thin names for the scripts in scripts/. Variables (ONCE, RUN, PROFILE, EXAMPLES, REGISTRY_PORT, FILTER) go to them by environment.
 
 .DEFAULT_GOAL := help
-.PHONY: help run down test lint bench fmt
+.PHONY: help run down test lint bench crash fmt
 
 help: ## this list
 	@echo "bcd-node: a node agent for hosts of virtual machines"
@@ -24,6 +24,9 @@ lint: ## formatting, clippy, documentation, shell scripts, licences
 
 bench: ## what it costs, beside the same work by hand
 	@scripts/bench
+
+crash: ## kill the agent at every fault point of every story; writes docs/fault-matrix.md
+	@scripts/crash
 
 fmt: ## format the Rust code
 	@cargo fmt --all
