@@ -148,12 +148,6 @@ impl Node {
         self.agent.as_ref().is_none_or(|agent| agent.pidfd.has_ended())
     }
 
-    /// Waits until the agent's process has ended by itself; answers its exit code.
-    pub(crate) async fn agent_exit(&mut self) -> Option<host::process::Ended> {
-        let agent = self.agent.take().expect("an agent was started");
-        agent.pidfd.ended_within(Duration::from_secs(20)).await.unwrap()
-    }
-
     /// Ends the agent at once, as a crash would.
     pub(crate) async fn kill_agent(&mut self) {
         let agent = self.agent.take().expect("an agent runs");
