@@ -5,11 +5,15 @@ use std::{
     io::{self, Write},
     os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
+    time::Duration,
 };
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::{
+    event::Timespec,
+    fs::{FlockOperation, flock},
+};
 
-use crate::files::FileError;
+use crate::{files::FileError, process::Identity};
 
 /// A lock file that this process holds. The kernel releases it when the process ends, however it ends.
 #[derive(Debug)]
@@ -77,6 +81,26 @@ impl FileLock {
         Err(FileError::of("lock", path)(error).into())
     }
 
+    /// As [`FileLock::try_exclusive`], but waits for a lock whose owner is dead: a child that it forked at that moment holds
+    /// a copy of the descriptor until its exec, and on a busy host that outlasts a quick restart. Blocks, at most `limit`.
+    ///
+    /// # Errors
+    /// As [`FileLock::try_exclusive`]; at once when the process that the file names lives.
+    pub fn exclusive_after_crash(path: &Path, limit: Duration) -> Result<Self, LockError> {
+        let begun = tokio::time::Instant::now();
+        loop {
+            match Self::try_exclusive(path) {
+                Err(LockError::Held { .. }) if owner_is_dead(path) && begun.elapsed() < limit => {
+                    // Nothing tells of an exec in another process: look again soon.
+                    let pause = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+                    // Interrupted is as good as over.
+                    rustix::event::poll(&mut [], Some(&pause)).ok();
+                }
+                other => return other,
+            }
+        }
+    }
+
     /// Whether the file that is locked is still the one at the path. A holder that finds it replaced has lost its
     /// exclusion and must stop.
     #[must_use]
@@ -86,6 +110,12 @@ impl FileLock {
             _ => false,
         }
     }
+}
+
+/// Whether the process that the lock file names is gone. A file that names none has an owner that is about to write.
+fn owner_is_dead(path: &Path) -> bool {
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    text.trim().parse::<u32>().is_ok_and(|pid| Identity::of(pid).is_none())
 }
 
 impl Drop for FileLock {
@@ -101,6 +131,29 @@ impl Drop for FileLock {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_lock_that_outlasts_its_dead_owner_in_a_child_is_waited_for_and_a_live_owners_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("lock");
+        let held = FileLock::try_exclusive(&path).unwrap();
+        let limit = Duration::from_secs(20);
+        let begun = tokio::time::Instant::now();
+        FileLock::exclusive_after_crash(&path, limit).unwrap_err();
+        assert!(begun.elapsed() < limit / 2, "the owner lives: at once");
+
+        // What a crash between fork and exec looks like: the owner is no more, and another process has its descriptor.
+        drop(held);
+        let file = OpenOptions::new().write(true).open(&path).unwrap();
+        flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
+        // Above the kernel's limit for pids (2^22): nobody's.
+        std::fs::write(&path, "4194305").unwrap();
+        let mut child = crate::daemon::Daemon::new("sleep").arg("0.5");
+        child.pass(file.into());
+        child.start().unwrap();
+        assert!(matches!(FileLock::try_exclusive(&path), Err(LockError::Held { .. })));
+        FileLock::exclusive_after_crash(&path, limit).unwrap();
+    }
 
     #[test]
     fn a_held_lock_names_its_holder_and_a_dropped_one_is_free() {
