@@ -43,6 +43,7 @@ mod watch;
 
 pub use config::BridgeConfig;
 pub use driver::LinuxBridge;
+pub use nft::Mode as FirewallMode;
 
 /// The places at which a test can kill the process or inject an error (`host::fault`).
 pub const FAULT_POINTS: &[&str] = &[

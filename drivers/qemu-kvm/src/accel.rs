@@ -19,6 +19,8 @@ const INSTRUCTIONS: u64 = 2 * 0x0200_0000;
 const LIMIT: Duration = Duration::from_millis(2000);
 /// What `isa-debug-exit` makes of the value 0x2a: `(value << 1) | 1`.
 const EXIT_CODE: i32 = 0x55;
+/// Where the answer is kept, in the driver's `run_dir`.
+const CACHE: &str = "accel.json";
 /// The size of the probe's firmware image.
 const ROM_BYTES: usize = 65_536;
 
@@ -30,6 +32,17 @@ struct Cached {
     boot: String,
     version: String,
     kvm: bool,
+}
+
+/// What the probe guest of a driver with this `run_dir` found in this boot: whether KVM runs guests at real speed, and the
+/// version of QEMU that ran it. `None` when there was none yet: the first start of a VM runs it, where KVM is wanted.
+///
+/// Reads one small file.
+#[must_use]
+pub fn probed(run_dir: &Path) -> Option<(bool, String)> {
+    let boot = boot_id()?;
+    let cached = load(&run_dir.join(CACHE)).filter(|cached| cached.boot == boot)?;
+    Some((cached.kvm, cached.version))
 }
 
 /// How the guests of this host run.
@@ -51,7 +64,7 @@ pub(crate) async fn decide(inner: &Inner, cx: &Context) -> Result<Accel> {
 }
 
 async fn has_real_kvm(inner: &Inner, cx: &Context) -> Result<bool> {
-    let cache = inner.config.run_dir.join("accel.json");
+    let cache = inner.config.run_dir.join(CACHE);
     let boot = boot_id().unwrap_or_default();
     let version = inner.version.clone();
     let known = {

@@ -43,6 +43,7 @@ mod seed;
 mod tap;
 mod vmm;
 
+pub use accel::probed as probed_kvm;
 pub use config::{AccelChoice, QemuConfig, UidRange};
 pub use hypervisor::QemuKvm;
 pub use scope::is_slice;

@@ -7,10 +7,11 @@ use host::run::Run;
 use serde_json::{Value, json};
 
 use super::{NftError, program_error};
+use crate::error::During;
 
 /// How connections are known to the rules of a bridge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Mode {
+pub enum Mode {
     /// The bridge family tracks connections itself (`nf_conntrack_bridge`).
     Native,
     /// `br_netfilter` shows bridged frames to the inet family, which leaves what it knows in two bits of the packet mark.
@@ -20,8 +21,16 @@ pub(crate) enum Mode {
 }
 
 impl Mode {
-    /// Asks the kernel, without a change of the ruleset. Loads `br_netfilter` when nothing else helps.
-    pub(super) async fn detect(nft: &Path, cx: &Context) -> Result<Self, NftError> {
+    /// Asks the kernel by the `nft` program, without a change of the host. `Stateless` may become `Mark` when the driver
+    /// makes its first rules: it loads `br_netfilter` then.
+    ///
+    /// # Errors
+    /// `Unavailable` when the program cannot be run.
+    pub async fn look(nft: &Path, cx: &Context) -> drivers_api::Result<Self> {
+        Self::present(nft, cx).await.during("ask", "the firewall")
+    }
+
+    async fn present(nft: &Path, cx: &Context) -> Result<Self, NftError> {
         let rule = json!({ "nftables": [
             { "add": { "table": { "family": "bridge", "name": "bcd-probe" } } },
             { "add": { "chain": { "family": "bridge", "table": "bcd-probe", "name": "c",
@@ -34,13 +43,20 @@ impl Mode {
         if answer.status.success() {
             return Ok(Self::Native);
         }
-        if !has_br_netfilter() {
+        Ok(if has_br_netfilter() { Self::Mark } else { Self::Stateless })
+    }
+
+    /// As [`Mode::look`]. Loads `br_netfilter` when nothing else helps.
+    pub(super) async fn detect(nft: &Path, cx: &Context) -> Result<Self, NftError> {
+        let present = Self::present(nft, cx).await?;
+        if present == Self::Stateless {
             let load = Run::new("modprobe").arg("br_netfilter").limit(Duration::from_secs(10));
             if let Err(error) = load.success(cx).await {
                 tracing::warn!(%error, "no connection tracking on bridges: the kernel has neither nf_conntrack_bridge nor br_netfilter");
             }
+            return Ok(if has_br_netfilter() { Self::Mark } else { Self::Stateless });
         }
-        Ok(if has_br_netfilter() { Self::Mark } else { Self::Stateless })
+        Ok(present)
     }
 }
 

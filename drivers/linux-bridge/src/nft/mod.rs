@@ -28,7 +28,8 @@ mod transaction;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use detect::{ForeignDrop, Mode};
+pub(crate) use detect::ForeignDrop;
+pub use detect::Mode;
 pub(crate) use ruleset::{Leaving, Part, has_own_bridge};
 
 use crate::{error::chain, locks::Shared, names::Names, records::Store};

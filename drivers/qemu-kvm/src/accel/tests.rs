@@ -45,7 +45,9 @@ async fn the_answer_is_kept_for_this_boot_and_version_only() {
     };
     write(&boot_id().unwrap(), true);
     assert!(has_real_kvm(&inner, &Context::new()).await.unwrap());
+    assert_eq!(probed(&dir.path().join("run")), Some((true, "QEMU test".to_owned())));
     write("another boot", true);
+    assert_eq!(probed(&dir.path().join("run")), None);
     let found = has_real_kvm(&inner, &Context::new()).await.unwrap();
     assert_eq!(load(&cache).unwrap().kvm, found);
     assert_eq!(load(&cache).unwrap().boot, boot_id().unwrap());
