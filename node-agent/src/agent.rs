@@ -276,15 +276,30 @@ impl Agent {
     }
 }
 
+/// The host's CPUs that are online. Not those that this process may use: VMs are not bound by the agent's own limits.
+fn cpus() -> u32 {
+    let online = std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap_or_default();
+    let here = || std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
+    count_cpus(&online).unwrap_or_else(|| u32::try_from(here()).unwrap_or(u32::MAX))
+}
+
+/// The size of a list such as `0-3,8` (the kernel's Documentation/admin-guide/cputopology.rst).
+fn count_cpus(list: &str) -> Option<u32> {
+    let sizes = list.trim().split(',').map(|part| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last) = (first.parse::<u32>().ok()?, last.parse::<u32>().ok()?);
+        last.checked_sub(first)?.checked_add(1)
+    });
+    sizes.sum::<Option<u32>>().filter(|count| *count > 0)
+}
+
 fn settings(config: &Config, id: HostId) -> Settings {
     let mut settings = Settings::new(id);
-    let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
+    let cpus = cpus();
     let memory_mib = rustix::system::sysinfo();
     let memory_mib = (memory_mib.totalram.saturating_mul(memory_mib.mem_unit.into())) >> 20;
-    let mut capacity = Capacity::new(
-        u32::try_from(cpus).unwrap_or(u32::MAX),
-        memory_mib.saturating_sub(config.capacity.reserved_memory_mib),
-    );
+    let mut capacity =
+        Capacity::new(cpus, memory_mib.saturating_sub(config.capacity.reserved_memory_mib));
     capacity.cpu_overcommit = config.capacity.cpu_overcommit;
     capacity.memory_overcommit = config.capacity.memory_overcommit;
     settings.capacity = capacity;
@@ -326,5 +341,35 @@ async fn watch_lock(store: Arc<Store>) {
         }
         let mut reader = inotify::Reader::new(&fd, &mut buffer);
         while reader.next().is_ok() {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_capacity_is_the_hosts_as_far_as_the_configuration_allows() {
+        assert_eq!(count_cpus("0-3,8\n"), Some(5));
+        assert_eq!(count_cpus("0"), Some(1));
+        for odd in ["", "3-1", "a", "0-", "-"] {
+            assert_eq!(count_cpus(odd), None, "{odd}");
+        }
+        let mut config = Config::default();
+        config.capacity.cpu_overcommit = 2.5;
+        config.capacity.memory_overcommit = 1.5;
+        config.capacity.reserved_memory_mib = 0;
+        let id: HostId = "0d9e8f7a-6b5c-4d3e-8f2a-1b0c9d8e7f6a".parse().unwrap();
+        let all = settings(&config, id).capacity;
+        assert_eq!(all.cpus, Some(cpus()));
+        assert_eq!((all.cpu_overcommit, all.memory_overcommit), (2.5, 1.5));
+        let text = std::fs::read_to_string("/proc/meminfo").unwrap();
+        let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:")).unwrap();
+        let kib: u64 = total.trim().trim_end_matches(" kB").parse().unwrap();
+        assert_eq!(all.memory_mib, Some(kib >> 10));
+        config.capacity.reserved_memory_mib = 100;
+        assert_eq!(settings(&config, id).capacity.memory_mib, Some((kib >> 10) - 100));
+        config.capacity.reserved_memory_mib = u64::MAX;
+        assert_eq!(settings(&config, id).capacity.memory_mib, Some(0));
     }
 }

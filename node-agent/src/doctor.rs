@@ -6,6 +6,7 @@ use std::{
     time::Duration,
 };
 
+use driver_linux_bridge::FirewallMode;
 use drivers_api::Context;
 use host::run::{FIXED_PATH, Run};
 
@@ -196,6 +197,10 @@ fn device(name: &str, path: &str, lack: Verdict, remedy: &str) -> Check {
 }
 
 fn kvm(config: &Config) -> Check {
+    kvm_with("/dev/kvm", config)
+}
+
+fn kvm_with(path: &str, config: &Config) -> Check {
     let lack = match (config.qemu.accel, config.qemu.allow_tcg) {
         (Accel::Tcg, _) => {
             return Check::new("kvm", Verdict::Ok, "not used: qemu.accel is \"tcg\"", "");
@@ -205,7 +210,30 @@ fn kvm(config: &Config) -> Check {
     };
     let remedy = "enable virtualisation in the firmware, or nested virtualisation on the outer host, and modprobe kvm; \
                   without it guests are emulated where qemu.allow_tcg permits, many times slower";
-    device("kvm", "/dev/kvm", lack, remedy)
+    let check = device("kvm", path, lack, remedy);
+    if check.verdict != Verdict::Ok {
+        return check;
+    }
+    let device = check.found;
+    let (verdict, found) = match driver_qemu_kvm::probed_kvm(&config.run_dir.join("qemu")) {
+        // Taken without a probe.
+        None if config.qemu.accel == Accel::Kvm => {
+            (Verdict::Ok, "used unprobed: qemu.accel is \"kvm\"".to_owned())
+        }
+        None => {
+            (Verdict::Ok, "not probed in this boot: the first start of a VM does it".to_owned())
+        }
+        Some((true, version)) => {
+            (Verdict::Ok, format!("the probe guest ran at real speed ({version})"))
+        }
+        Some((false, version)) => (
+            lack,
+            format!("the probe guest did not run at real speed ({version}): KVM is not used"),
+        ),
+    };
+    let remedy = "use a host whose KVM is not emulated itself (nested virtualisation by hardware); remove accel.json in \
+                  run_dir/qemu and start the agent again to probe anew";
+    Check::new("kvm", verdict, format!("{device}; {found}"), remedy)
 }
 
 /// Where distributions keep UEFI firmware: its code, and the template of its variables.
@@ -247,20 +275,36 @@ async fn nftables(config: &Config) -> Check {
             "apt-get install nftables",
         );
     };
-    let run = Run::new(path).args(["list", "tables"]).limit(Duration::from_secs(5));
-    match run.success(&Context::new()).await {
-        Ok(output) => {
-            let text = String::from_utf8_lossy(&output.stdout);
-            let found = format!("the kernel answers; {} tables", text.lines().count());
-            Check::new("nftables", Verdict::Ok, found, "")
-        }
-        Err(error) => Check::new(
-            "nftables",
-            Verdict::Missing,
-            error.to_string(),
-            "run as root on a kernel with nf_tables",
-        ),
+    let run = Run::new(&path).args(["list", "tables"]).limit(Duration::from_secs(5));
+    if let Err(error) = run.success(&Context::new()).await {
+        let remedy = "run as root on a kernel with nf_tables";
+        return Check::new("nftables", Verdict::Missing, error.to_string(), remedy);
     }
+    let deadline = tokio::time::Instant::now() + Duration::from_secs(5);
+    let cx = Context::new().with_deadline(deadline.into_std());
+    match FirewallMode::look(&path, &cx).await {
+        Ok(mode) => firewall_mode(mode),
+        Err(error) => Check::new("nftables", Verdict::Missing, error.chain(), "mend the cause"),
+    }
+}
+
+fn firewall_mode(mode: FirewallMode) -> Check {
+    let (verdict, found) = match mode {
+        FirewallMode::Native => {
+            (Verdict::Ok, "native: the kernel tracks connections on bridges (nf_conntrack_bridge)")
+        }
+        FirewallMode::Mark => (
+            Verdict::Ok,
+            "mark: br_netfilter tracks connections of bridged frames, which pass through the inet tables too",
+        ),
+        FirewallMode::Stateless => (
+            Verdict::Warning,
+            "none: connections on bridges are not tracked; only what is routed is",
+        ),
+    };
+    let remedy = "modprobe nf_conntrack_bridge, or modprobe br_netfilter; the agent tries the latter by itself when it makes \
+                  its first rules";
+    Check::new("nftables", verdict, found, remedy)
 }
 
 fn forwarding() -> Check {
@@ -344,6 +388,37 @@ mod tests {
         let verdict = |name: &str| checks.iter().find(|check| check.name == name).unwrap().verdict;
         assert_eq!(verdict("qemu"), Verdict::Missing);
         assert_eq!(verdict("socket paths"), Verdict::Missing);
+        let mode = checks.iter().find(|check| check.name == "nftables").unwrap();
+        assert!(
+            ["native:", "mark:", "none:"].iter().any(|one| mode.found.starts_with(one)),
+            "{mode:?}"
+        );
         assert_eq!(verdict("nft"), Verdict::Ok, "nftables belongs to the test machine");
+    }
+
+    #[test]
+    fn the_line_on_kvm_tells_what_the_probe_guest_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = Config { run_dir: dir.path().into(), ..Config::default() };
+        std::fs::create_dir(dir.path().join("qemu")).unwrap();
+        let boot = host::process::boot_id().unwrap();
+        let mut told = |kvm: bool, allow_tcg: bool| {
+            let text = format!("{{\"boot\":\"{boot}\",\"version\":\"QEMU 9.9\",\"kvm\":{kvm}}}");
+            std::fs::write(dir.path().join("qemu/accel.json"), text).unwrap();
+            config.qemu.allow_tcg = allow_tcg;
+            kvm_with("/dev/null", &config)
+        };
+        let good = told(true, true);
+        assert!(
+            good.verdict == Verdict::Ok && good.found.contains("at real speed (QEMU 9.9)"),
+            "{good:?}"
+        );
+        let slow = told(false, true);
+        assert!(slow.verdict == Verdict::Warning && slow.found.contains("did not run"), "{slow:?}");
+        assert_eq!(told(false, false).verdict, Verdict::Missing);
+        config.qemu.accel = Accel::Kvm;
+        std::fs::remove_file(dir.path().join("qemu/accel.json")).unwrap();
+        assert_eq!(kvm_with("/dev/null", &config).verdict, Verdict::Ok);
+        assert_eq!(kvm_with("/nonexistent", &config).verdict, Verdict::Missing);
     }
 }
