@@ -92,6 +92,27 @@ pub(super) fn open_as(
     Ok(Opened { state: State::Writable(connection), objects, revision, fresh })
 }
 
+/// Removes what a crash left half-made beside the database. The caller holds the directory's lock, so nobody writes there.
+pub(super) fn sweep(dir: &Path) {
+    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        // The names that `host::files::temporary_beside` gives for the database, its copies and SQLite's journals of them.
+        if !(name.starts_with(".tmp-") && name.contains(&format!("-{}", super::FILE_NAME))) {
+            continue;
+        }
+        match host::files::remove_file(&path) {
+            Ok(_) => {
+                tracing::info!(file = %path.display(), "what a crash left half-made is removed")
+            }
+            // In nobody's way: the store opens all the same.
+            Err(error) => {
+                tracing::warn!(file = %path.display(), %error, "what a crash left half-made stays")
+            }
+        }
+    }
+}
+
 /// Makes a whole database under another name, so that a crash leaves none or a whole one.
 fn create(path: &Path, schema: i64) -> Result<(), OpenError> {
     let fail = |source| OpenError::Database { path: path.to_owned(), source };

@@ -18,6 +18,7 @@ mod writer;
 use std::{
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
+    time::Duration,
 };
 
 use drivers_api::{BoxFuture, Error, ErrorKind, Uuid};
@@ -45,6 +46,9 @@ pub const FAULT_POINTS: &[&str] = &[
 pub const FILE_NAME: &str = "wanted.db";
 /// The name of the lock file in the state directory.
 pub const LOCK_NAME: &str = "lock";
+
+/// How long the lock of an agent that crashed may outlast it, in a child that it was about to start.
+const CRASHED: Duration = Duration::from_secs(5);
 
 /// Why the store was not opened at all.
 #[derive(Debug, thiserror::Error)]
@@ -184,11 +188,13 @@ impl Store {
     /// [`Store::access`].
     pub fn open(dir: &Path) -> Result<Self, OpenError> {
         host::files::private_dir(dir).or_else(through_link(dir)).map_err(OpenError::Directory)?;
-        let lock = FileLock::try_exclusive(&dir.join(LOCK_NAME)).map_err(|error| match error {
+        let lock = FileLock::exclusive_after_crash(&dir.join(LOCK_NAME), CRASHED);
+        let lock = lock.map_err(|error| match error {
             LockError::Held { holder, .. } => OpenError::InUse { path: dir.to_owned(), holder },
             LockError::File(error) => OpenError::Directory(error),
         })?;
         let lock = Arc::new(lock);
+        database::sweep(dir);
         let opened = database::open(&dir.join(FILE_NAME))?;
         let shared = Arc::new(Shared {
             set: Mutex::new(WantedSet::new(opened.objects)),

@@ -32,6 +32,22 @@ fn digest(dir: &Path) -> Vec<u8> {
 }
 
 #[tokio::test]
+async fn what_a_crash_left_half_made_goes_and_what_is_not_the_stores_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    filled(dir.path()).await;
+    let left = [".tmp-1-0-wanted.db", ".tmp-1-0-wanted.db-journal", ".tmp-2-3-wanted.db.schema-1"];
+    let others = ["wanted.db.schema-1", ".tmp-1-0-node-id", "tmp-1-0-wanted.db"];
+    for name in left.iter().chain(&others) {
+        std::fs::write(dir.path().join(name), "half").unwrap();
+    }
+    let store = Store::open(dir.path()).unwrap();
+    assert_eq!(names(&store), ["one", "two"]);
+    let there = |name: &&str| dir.path().join(name).exists();
+    assert!(!left.iter().any(|name| there(name)), "half-made files are gone");
+    assert!(others.iter().all(|name| there(name)), "the others are there");
+}
+
+#[tokio::test]
 async fn what_was_committed_is_there_after_a_restart_with_its_revision() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::open(dir.path()).unwrap();
