@@ -132,6 +132,26 @@ pub fn create_new(path: &Path) -> Result<File, FileError> {
         .map_err(FileError::of("create", path))
 }
 
+/// Removes the temporary files that writes which a crash cut short left in a directory. The caller holds whatever keeps
+/// others from writing there.
+///
+/// # Errors
+/// When the directory cannot be read or a file not removed. A directory that is not there has none.
+pub fn sweep_temporaries(dir: &Path) -> Result<(), FileError> {
+    let entries = match fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(FileError::of("read", dir)(error)),
+    };
+    for entry in entries {
+        let entry = entry.map_err(FileError::of("read", dir))?;
+        if entry.file_name().to_string_lossy().starts_with(".tmp-") {
+            remove_file(&entry.path())?;
+        }
+    }
+    Ok(())
+}
+
 /// A name beside `path` that nobody else uses: `.tmp-PID-N-NAME`.
 #[must_use]
 pub fn temporary_beside(path: &Path) -> PathBuf {
@@ -205,6 +225,18 @@ pub fn remove_tree(path: &Path) -> Result<bool, FileError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_writes_that_were_cut_short_left_is_swept_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(temporary_beside(&dir.path().join("record")), "half").unwrap();
+        fs::write(dir.path().join("record"), "whole").unwrap();
+        sweep_temporaries(dir.path()).unwrap();
+        let left: Vec<_> =
+            fs::read_dir(dir.path()).unwrap().map(|one| one.unwrap().file_name()).collect();
+        assert_eq!(left, ["record"]);
+        sweep_temporaries(&dir.path().join("absent")).unwrap();
+    }
 
     #[test]
     fn a_private_file_is_readable_by_its_owner_only() {

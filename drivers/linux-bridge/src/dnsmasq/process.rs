@@ -58,6 +58,7 @@ impl Launch {
     /// Writes the files and starts the process. Blocks.
     fn start(&self) -> Result<(Started, OwnedFd), DnsmasqError> {
         let hosts = self.dir.join("hosts");
+        files::sweep_temporaries(&self.dir)?;
         files::remove_file(&self.dir.join("identity"))?;
         files::remove_file(&self.dir.join("pid"))?;
         files::remove_tree(&hosts)?;
