@@ -127,7 +127,14 @@ impl Census {
         let mut any = false;
         for entry in entries {
             let path = entry.during("read a directory")?.path();
-            let below = path.strip_prefix(root).unwrap_or(&path).display().to_string();
+            let mut below = path.strip_prefix(root).unwrap_or(&path).display().to_string();
+            if is_cached(&below, detail) {
+                continue;
+            }
+            if below.starts_with("images/refs/") {
+                // Named by a hash of the reference, which has the registry's port.
+                "images/refs/REFERENCE".clone_into(&mut below);
+            }
             // Gone meanwhile: then there is no line.
             let Ok(found) = std::fs::symlink_metadata(&path) else { continue };
             if is_the_agents_own(&below) {
@@ -149,6 +156,17 @@ impl Census {
 /// The store, and the files of locks, which stay for ever: a removed lock is no lock.
 fn is_the_agents_own(below: &str) -> bool {
     below.starts_with("state/wanted.db") || below.ends_with("lock") || below.ends_with(".lock")
+}
+
+/// What the cache of images may keep: unfinished downloads and writes in either case, and whole images that nothing names
+/// any more. The agent's collector removes them, by size and time.
+fn is_cached(below: &str, detail: Detail) -> bool {
+    match detail {
+        Detail::Whole => {
+            below.starts_with("images/partial") || below.starts_with("images/refs/.tmp-")
+        }
+        Detail::Left => below.starts_with("images/"),
+    }
 }
 
 fn field(value: &Value, name: &str) -> String {

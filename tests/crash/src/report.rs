@@ -139,7 +139,8 @@ guest is one of 8 KiB that idles and obeys its power button, so that a round tak
   links with their addresses, the nftables ruleset, processes with their arguments, files with modes and owners. Then everything is
   deleted, as in the other column.
 * **Objects removed**: the agent is started again and all objects are deleted. In the end the census is that after a deletion that nothing
-  interrupted: no link, rule, process or file of the node's is left; locks and the store stay.
+  interrupted: no link, rule, process or file of the node's is left; locks, the store and what the cache of images keeps for its collector
+  stay.
 
 The time is from the start of the second agent until the node is as wanted. Not compared: the order of rules within the ruleset, counters,
 handles, contents of files.

@@ -14,7 +14,7 @@ use crate::{
 };
 
 /// The longest time until a node has converged. A round that needs it has failed.
-const CONVERGES: Duration = Duration::from_secs(45);
+const CONVERGES: Duration = Duration::from_secs(25);
 /// How long an armed agent may take to reach its point.
 const DIES: Duration = Duration::from_secs(20);
 /// How long a state must last to count as the end of a story that nothing interrupts.
@@ -120,7 +120,7 @@ pub(crate) fn reference(guests: &Guests, scenario: Scenario) -> Result<Reference
 
 /// What a deletion may leave: settings of the kernel that networks need, and whose the cache and the pool are.
 fn stays(line: &str) -> bool {
-    ["+ setting ", "- setting ", "+ file images/cache.json ", "+ file volumes/pool.json "]
+    ["+ setting ", "- setting ", "+ file volumes/pool.json "]
         .iter()
         .any(|kind| line.starts_with(kind))
 }
