@@ -1,7 +1,7 @@
 # Thin names for the scripts in scripts/. Variables (ONCE, RUN, PROFILE, EXAMPLES, REGISTRY_PORT, FILTER) go to them by environment.
 
 .DEFAULT_GOAL := help
-.PHONY: help run down test lint bench crash fmt
+.PHONY: help run down test soak lint bench crash fmt
 
 help: ## this list
 	@echo "bcd-node: a node agent for hosts of virtual machines"
@@ -18,6 +18,9 @@ down: ## remove everything that make run made
 
 test: ## the whole suite on real parts, as root (FILTER=name: some of it)
 	@scripts/test
+
+soak: ## the long runs: a million operations of the model test (OPERATIONS=n, FIRST=seed)
+	@scripts/soak
 
 lint: ## formatting, clippy, documentation, shell scripts, licences
 	@scripts/lint

@@ -13,10 +13,10 @@ use crate::settings::Backoff;
 pub(crate) struct Dice(AtomicU64);
 
 impl Dice {
-    /// Seeded by the process's hash keys.
-    pub(crate) fn new() -> Self {
-        let seed = std::collections::hash_map::RandomState::new().build_hasher().finish();
-        Self(AtomicU64::new(seed))
+    /// With a seed; without one, seeded by the process's hash keys.
+    pub(crate) fn new(seed: Option<u64>) -> Self {
+        let chance = || std::collections::hash_map::RandomState::new().build_hasher().finish();
+        Self(AtomicU64::new(seed.unwrap_or_else(chance)))
     }
 
     /// A number from 0 to 1. `SplitMix64` (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
@@ -44,7 +44,7 @@ mod tests {
 
     #[test]
     fn waits_double_up_to_the_cap_and_jitter_leaves_a_tenth() {
-        let (settings, dice) = (Backoff::default(), Dice::new());
+        let (settings, dice) = (Backoff::default(), Dice::new(None));
         for attempt in 1..200 {
             let ceiling = f64::from(1_u32 << (attempt - 1_u32).min(6)).min(60.0);
             for _ in 0..50 {
@@ -59,7 +59,7 @@ mod tests {
     fn without_jitter_the_waits_are_exact() {
         let settings = Backoff { jitter: 0.0, ..Backoff::default() };
         let waits: Vec<u64> =
-            (1..=8).map(|n| delay(&settings, n, &Dice::new()).as_secs()).collect();
+            (1..=8).map(|n| delay(&settings, n, &Dice::new(None)).as_secs()).collect();
         assert_eq!(waits, [1, 2, 4, 8, 16, 32, 60, 60]);
     }
 }

@@ -30,8 +30,9 @@ use crate::{
     note::Note,
     plan::{self, Memory, Plan, World, ended_by_itself},
     queue::Queue,
-    resolve::{network_spec, port_id},
-    seen::{Seen, Stamp},
+    reconciler::repeat,
+    resolve::{network_driver, network_spec, port_id},
+    seen::{Listing, Seen, Stamp},
     settings::Settings,
     status::{Status, StatusEvent},
     store::WantedStore,
@@ -97,7 +98,7 @@ impl Engine {
             allocator: Mutex::default(),
             board: Mutex::default(),
             queue: Queue::default(),
-            dice: Dice::new(),
+            dice: Dice::new(settings.jitter_seed),
             compare: Notify::new(),
             stamps: AtomicU64::new(0),
             stopping: AtomicBool::new(false),
@@ -325,6 +326,11 @@ impl Engine {
             let Some(port) = port_id(object.uuid, &nic.name) else { continue };
             let Some(document) = world.wanted.get(&key) else { continue };
             let WantedSpec::Network(network) = &document.spec else { continue };
+            // Before all ports were seen once, a free address may be one that a port has.
+            let driver = network_driver(world, network)?;
+            if let Some(error) = world.seen.unlisted(Listing::Ports, driver) {
+                return Err(repeat(&error));
+            }
             let network = network_spec(document, network)?;
             let (index, seen) = (world.index, world.seen);
             let from = Sources { index, seen, network: &network, key: &key };

@@ -235,7 +235,7 @@ fn memory(engine: &Engine, world: &World<'_>, object: &Wanted) -> Memory {
 }
 
 /// An error that is kept elsewhere, once more.
-fn repeat(error: &Error) -> Error {
+pub(crate) fn repeat(error: &Error) -> Error {
     let copy = Error::new(
         error.kind(),
         error.operation().to_owned(),

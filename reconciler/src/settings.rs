@@ -170,6 +170,8 @@ pub struct Settings {
     pub start_order_wait: Duration,
     /// How often one pass plans anew before it calls it a failure that the host does not become as wanted.
     pub rounds: u32,
+    /// Seeds the jitter of waits; `None`: by chance. For tests that replay a run.
+    pub jitter_seed: Option<u64>,
     /// Resolves secret references for drivers.
     pub secrets: Option<Arc<dyn SecretResolver>>,
     /// Called around each step.
@@ -196,6 +198,7 @@ impl Settings {
             parallel_starts: 8,
             start_order_wait: Duration::from_secs(30),
             rounds: 4,
+            jitter_seed: None,
             secrets: None,
             hook: None,
         }

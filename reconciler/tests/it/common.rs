@@ -234,7 +234,7 @@ pub(crate) async fn converged(node: &Node, reconciler: &Reconciler) {
     }
 }
 
-fn is_reached(object: &Wanted, status: &Status) -> bool {
+pub(crate) fn is_reached(object: &Wanted, status: &Status) -> bool {
     status.uuid == object.uuid
         && status.observed_generation == object.generation
         && matches!(status.phase, Phase::Ready | Phase::RestartNeeded)

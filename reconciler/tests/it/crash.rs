@@ -120,6 +120,35 @@ async fn an_agent_that_is_killed_and_started_again_adopts_the_vm_and_writes_noth
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_agent_that_starts_beside_a_silent_host_gives_no_port_another_address() {
+    let node = Node::hello();
+    node.store.apply(super::common::instance("first", &[], &["net"]));
+    let reconciler = node.start();
+    converged(&node, &reconciler).await;
+    // Not the lowest address: that of the first is free again.
+    node.store.delete(&instance_key("first"));
+    node.store.apply(super::common::instance("second", &[], &["net"]));
+    let gone = || node.store.snapshot().get(&instance_key("first")).is_none();
+    until("the first is gone", 30, gone).await;
+    converged(&node, &reconciler).await;
+    let addresses = |reconciler: &reconciler::Reconciler| {
+        ["web", "second"].map(|name| {
+            let status = reconciler.status(&instance_key(name)).unwrap();
+            status.observed["addresses"].clone()
+        })
+    };
+    let before = addresses(&reconciler);
+    node.host.set_down(true);
+    let reconciler = node.start();
+    settle().await;
+    node.host.set_down(false);
+    let writes = node.host.writes();
+    tokio::time::sleep(std::time::Duration::from_secs(120)).await;
+    converged(&node, &reconciler).await;
+    assert_eq!((addresses(&reconciler), node.host.writes()), (before, writes));
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_empty_store_destroys_nothing_and_what_is_there_is_named() {
     let node = Node::hello();
     let reconciler = node.start();

@@ -1,9 +1,11 @@
 //! The reconciler over the reference drivers, on paused time.
 
 mod basics;
+mod clocks;
 mod common;
 mod crash;
 mod faults;
 mod many;
+mod model;
 mod refusals;
-mod wild;
+mod starve;
