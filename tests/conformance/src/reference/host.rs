@@ -113,6 +113,10 @@ pub(super) struct State {
     /// Each call with a number that this divides is deaf too; 0: none.
     deaf_every: u64,
     begun: u64,
+    /// How many calls were deaf.
+    hung: u64,
+    /// How often all hangs were ended.
+    releases: u64,
     latency: BTreeMap<Option<Op>, Duration>,
     calls: BTreeMap<Op, u64>,
     writes: u64,
@@ -229,14 +233,24 @@ impl Host {
         (state.deaf_every, state.begun) = (nth, 0);
     }
 
+    /// How many calls did not return before a [`Host::release`].
+    #[must_use]
+    pub fn hung(&self) -> u64 {
+        self.lock().hung
+    }
+
+    /// No further call hangs; those that never return still do not, until [`Host::release`].
+    pub fn stop_hanging(&self) {
+        let mut state = self.lock();
+        state.hangs.clear();
+        state.deaf.clear();
+        state.deaf_every = 0;
+    }
+
     /// Ends all hangs; calls that hang go on.
     pub fn release(&self) {
-        {
-            let mut state = self.lock();
-            state.hangs.clear();
-            state.deaf.clear();
-            state.deaf_every = 0;
-        }
+        self.stop_hanging();
+        self.lock().releases += 1;
         self.woken();
     }
 
@@ -307,7 +321,7 @@ impl Host {
         }
         call.strike(When::Before)?;
         if deaf || matches(&self.lock().deaf, op, object) {
-            call.be_deaf(deaf).await;
+            call.be_deaf().await;
         }
         call.pause(true).await?;
         if let Some(object) = object.filter(|_| !op.is_read()) {
@@ -400,14 +414,15 @@ impl Call {
     }
 
     /// Does not return before [`Host::release`], whatever the caller says.
-    async fn be_deaf(&mut self, by_number: bool) {
+    async fn be_deaf(&mut self) {
         let mut changes = self.host.changes();
-        let so = || {
-            let state = self.host.lock();
-            (by_number && state.deaf_every != 0) || matches(&state.deaf, self.op, self.object)
+        let before = {
+            let mut state = self.host.lock();
+            state.hung += 1;
+            state.releases
         };
         // The sender lives as long as the host, which this call holds.
-        while so() && changes.changed().await.is_ok() {}
+        while self.host.lock().releases == before && changes.changed().await.is_ok() {}
         self.cx = Context::new();
     }
 
