@@ -4,7 +4,7 @@
 //! A call is never dropped to end it: it runs in a task of its own. After its deadline, or once it is cancelled, it has
 //! [`Settings::abandon_after`](crate::Settings::abandon_after) to end; then the pass goes on without it, with
 //! [`ErrorKind::UnknownOutcome`]. As long as an abandoned call of an object has not ended, no further call is made for the
-//! object, so that two never write side by side. A deletion alone is tried beside it, since it must not wait for ever; but
+//! object, so that two never write side by side; a look alone hinders nothing, until several are out. A deletion alone is tried beside it, since it must not wait for ever; but
 //! the object is not taken for gone before the abandoned call has ended and the host was looked at again.
 
 use std::{
@@ -25,7 +25,7 @@ use tokio::{
     time::{Instant, sleep, sleep_until},
 };
 
-use crate::{engine::Engine, plan::Action, wanted::Key};
+use crate::{engine::Engine, note::Abandoned, plan::Action, wanted::Key};
 
 /// A driver call, made from its context.
 pub(crate) type Call<T> =
@@ -126,8 +126,9 @@ impl Caller {
         let text = format!("{:?} {} [{}]", label.action, label.object, label.driver);
         tracing::warn!(call = %text, "a driver call did not return");
         self.out.fetch_add(1, Ordering::SeqCst);
+        let call = Abandoned { text, looks: label.action == Action::Observe };
         if let Some(key) = &self.key {
-            self.engine.with_note(key, |note| note.abandoned.push(text.clone()));
+            self.engine.with_note(key, |note| note.abandoned.push(call.clone()));
         }
         let (engine, key, out) =
             (Arc::clone(&self.engine), self.key.clone(), Arc::clone(&self.out));
@@ -137,7 +138,7 @@ impl Caller {
             out.fetch_sub(1, Ordering::SeqCst);
             let Some(key) = key else { return };
             engine.with_note(&key, |note| {
-                if let Some(at) = note.abandoned.iter().position(|one| *one == text) {
+                if let Some(at) = note.abandoned.iter().position(|one| *one == call) {
                     note.abandoned.swap_remove(at);
                 }
             });

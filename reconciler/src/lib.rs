@@ -12,7 +12,8 @@
 //! * **One worker for an object, and none is held up by another.** A driver call runs in a task of its own. One that takes
 //!   long gives its worker's place back; one that panics is a failure; one that never returns is abandoned after its deadline
 //!   and [`Settings::abandon_after`]. Until it ends after all, no other call is made for its object; a deletion alone is tried
-//!   beside it, and is not finished before it has ended and the host was seen clear.
+//!   beside it, and is not finished before it has ended and the host was seen clear. A look or a list that never returns
+//!   hinders nothing: it is made again, until three are out.
 //! * **A deletion wins.** It cancels the running step, clears the failures, waits for no back-off and needs nothing to have
 //!   been made. It waits for users of the object only, by name. What is there without our mark is not ours: then nothing of
 //!   ours is there, and the deletion is done.

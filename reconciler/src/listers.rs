@@ -1,4 +1,5 @@
-//! Keeps the lists of what is on the host: one task for each list of each driver, one call at a time.
+//! Keeps the lists of what is on the host: one task for each list of each driver, one call at a time;
+//! one that never returns does not end listing, until several are out.
 
 use std::{
     sync::{
@@ -19,6 +20,7 @@ use crate::{
     call::Caller,
     drivers::Drivers,
     engine::Engine,
+    note::MOST_ABANDONED,
     observe::{list, still_out},
     seen::{DriverId, Listing, Stamp},
 };
@@ -72,7 +74,7 @@ impl Lister {
         if last.began >= since {
             return last.failure.clone();
         }
-        if self.out.load(Ordering::SeqCst) > 0 {
+        if self.out.load(Ordering::SeqCst) >= MOST_ABANDONED {
             return Some(still_out(self.listing, &self.driver));
         }
         let began = engine.stamp();

@@ -33,7 +33,7 @@ pub(crate) struct Note {
     /// Restarts of a VM that ended by itself.
     pub(crate) crashes: Crashes,
     /// Calls that were abandoned and have not ended.
-    pub(crate) abandoned: Vec<String>,
+    pub(crate) abandoned: Vec<Abandoned>,
     /// What steps touched and no look has shown since: a step that was cut short may have made it.
     pub(crate) touched: BTreeSet<Part>,
     /// The ports of its NICs when it was last as wanted, and those that steps made since.
@@ -41,6 +41,18 @@ pub(crate) struct Note {
     /// What the last pass that changed something did.
     pub(crate) executed: Vec<Executed>,
 }
+
+/// A call that was abandoned and has not ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Abandoned {
+    /// What it was, for people.
+    pub(crate) text: String,
+    /// Whether it only looks: then another call beside it does no harm.
+    pub(crate) looks: bool,
+}
+
+/// How many calls may be out for an object before nothing more is tried, where calls beside them do no harm.
+pub(crate) const MOST_ABANDONED: usize = 3;
 
 /// The row of a VM's restarts.
 #[derive(Debug, Default)]
@@ -87,6 +99,13 @@ impl Crashes {
 }
 
 impl Note {
+    /// The abandoned call for whose end the object waits. Looks may be out beside others, up to a number; for a deletion
+    /// that holds of all calls.
+    pub(crate) fn waits_for(&self, deleting: bool) -> Option<&Abandoned> {
+        let writes = self.abandoned.iter().find(|call| !call.looks && !deleting);
+        writes.or_else(|| self.abandoned.first().filter(|_| self.abandoned.len() >= MOST_ABANDONED))
+    }
+
     /// Nothing is held against the object any more.
     pub(crate) const fn forgive(&mut self) {
         self.attempts = 0;

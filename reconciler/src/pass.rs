@@ -26,9 +26,6 @@ use crate::{
     wanted::{Key, Wanted, WantedSpec},
 };
 
-/// How many calls may be out for an object that is being deleted before nothing more is tried.
-const MOST_ABANDONED: usize = 3;
-
 /// What a pass leaves behind.
 struct Outcome<'a> {
     object: &'a Wanted,
@@ -117,16 +114,13 @@ fn may_begin(engine: &Engine, object: &Wanted) -> bool {
         if note.uuid.replace(object.uuid).is_some_and(|before| before != object.uuid) {
             note.forgive();
         }
-        note.abandoned.clone()
+        note.waits_for(object.deleting).cloned()
     });
-    if let Some(call) = abandoned.first() {
-        let enough = if object.deleting { MOST_ABANDONED } else { 1 };
-        if abandoned.len() >= enough {
-            let phase = if object.deleting { Phase::Deleting } else { Phase::Unknown };
-            let message = format!("waits for a call that has not returned: {call}");
-            put(engine, Outcome::new(object, phase, message));
-            return false;
-        }
+    if let Some(call) = abandoned {
+        let phase = if object.deleting { Phase::Deleting } else { Phase::Unknown };
+        let message = format!("waits for a call that has not returned: {}", call.text);
+        put(engine, Outcome::new(object, phase, message));
+        return false;
     }
     if object.deleting {
         return true;
@@ -276,9 +270,11 @@ pub(crate) async fn settle(
 /// The object was seen to be gone: its document goes.
 async fn clear(engine: &Arc<Engine>, object: &Wanted) {
     let key = object.key();
-    let out = engine.with_note(&key, |note| note.abandoned.first().cloned());
+    // A look makes nothing.
+    let out =
+        engine.with_note(&key, |note| note.abandoned.iter().find(|call| !call.looks).cloned());
     if let Some(call) = out {
-        let message = format!("gone; waits for a call that has not returned: {call}");
+        let message = format!("gone; waits for a call that has not returned: {}", call.text);
         put(engine, Outcome::new(object, Phase::Deleting, message));
         return;
     }
@@ -434,7 +430,7 @@ pub(crate) fn compare(engine: &Engine, key: &Key) -> bool {
     if engine.with_note(key, |note| {
         note.uuid = Some(object.uuid);
         note.forgive();
-        !note.abandoned.is_empty()
+        note.waits_for(false).is_some()
     }) {
         return false;
     }
