@@ -103,7 +103,9 @@ fn disk_now<'a>(scene: &Scene<'a>, disk: &'a Disk) -> Result<DiskNow<'a>, Hold> 
         Look::There(status) => {
             let host = world.settings.host;
             let mine = |one: &&Attachment| one.vm_uuid == scene.vm && one.host_uuid == host;
-            now.growth_due = status.size_bytes < spec.size_gib.bytes();
+            // What is not recorded yet the volume's own step grows.
+            let recorded = status.spec.as_ref().is_some_and(|old| old.size_gib == spec.size_gib);
+            now.growth_due = recorded && status.size_bytes < spec.size_gib.bytes();
             now.attached = status.attachments.iter().find(mine).map(|one| one.read_only);
             // Somebody else of ours who has it, and lets go of it in time: waiting is better than a failure.
             let other = status.attachments.iter().find(|one| {
