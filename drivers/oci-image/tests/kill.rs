@@ -65,10 +65,17 @@ async fn killed_at_any_point_the_next_start_converges_and_leaks_nothing() {
         let output = run.output(&Context::new()).await.unwrap();
         let signal = std::os::unix::process::ExitStatusExt::signal(&output.status);
         assert_eq!(signal, Some(9), "{point} was not reached: {:?}", output.status);
+        // A write that another kill cut short.
+        std::fs::write(dir.path().join("cache/refs/.tmp-1-0-x.json"), "half").unwrap();
 
         let driver = OciImage::open(config(dir.path())).unwrap();
         let bed = Bed { dir, driver: std::sync::Arc::new(driver) };
         let cx = within(Duration::from_secs(30));
+        let refs = bed.files("refs");
+        assert!(!refs.iter().any(|name| name.starts_with(".tmp-")), "{point}: {refs:?}");
+        if *point == "image.pull.reference-written" {
+            assert_eq!(refs.len(), 1, "{point}: the journal of a pull that is done goes: {refs:?}");
+        }
         // Whole or not there, never in between.
         if let Some(status) = bed.driver.get(&cx, &parsed).await.unwrap() {
             let read = std::fs::read(status.files.main_path().as_path()).unwrap();

@@ -94,6 +94,7 @@ impl Cache {
             pulls: Flights::new(),
             contents: Flights::new(),
         });
+        cache.sweep_references();
         open.retain(|_, cache| cache.strong_count() > 0);
         open.insert(root, Arc::downgrade(&cache));
         Ok(cache)
@@ -238,6 +239,28 @@ impl Cache {
         Ok(Some(entry))
     }
 
+    /// Removes what a crash left beside the references: writes that were cut short, and journals of which no download is
+    /// left to go on with.
+    fn sweep_references(&self) {
+        let dir = self.root.join("refs");
+        if let Err(error) = files::sweep_temporaries(&dir) {
+            tracing::warn!(%error, dir = %dir.display(), "what a crash left half-made stays");
+        }
+        for entry in fs::read_dir(&dir).into_iter().flatten().flatten() {
+            let path = entry.path();
+            if path.extension().is_none_or(|extension| extension != "pull") {
+                continue;
+            }
+            let swept = read_journal_at(&path).and_then(|blobs| {
+                let goes_on = blobs.iter().any(|digest| self.partial(digest).exists());
+                if goes_on { Ok(false) } else { Ok(files::remove_file(&path)?) }
+            });
+            if let Err(error) = swept {
+                tracing::warn!(%error, path = %path.display(), "the journal of a pull stays");
+            }
+        }
+    }
+
     fn journal(&self, reference: &ImageRef) -> PathBuf {
         self.reference(reference).with_extension("pull")
     }
@@ -262,9 +285,7 @@ impl Cache {
 
     /// What an interrupted pull of a reference was downloading.
     pub(crate) fn read_journal(&self, reference: &ImageRef) -> Result<Vec<Digest>> {
-        let bytes = files::read_bounded(&self.journal(reference), MAX_RECORD_BYTES)?;
-        let text = String::from_utf8(bytes.unwrap_or_default()).unwrap_or_default();
-        Ok(text.lines().filter_map(|line| line.parse().ok()).collect())
+        read_journal_at(&self.journal(reference))
     }
 
     /// Removes a reference, and its content when no other reference names it.
@@ -371,4 +392,10 @@ pub struct Held {
     pub files: Vec<fs::File>,
     /// The image.
     pub status: drivers_api::ImageStatus,
+}
+
+fn read_journal_at(path: &Path) -> Result<Vec<Digest>> {
+    let bytes = files::read_bounded(path, MAX_RECORD_BYTES)?;
+    let text = String::from_utf8(bytes.unwrap_or_default()).unwrap_or_default();
+    Ok(text.lines().filter_map(|line| line.parse().ok()).collect())
 }
