@@ -168,9 +168,11 @@ impl Store {
     /// Opens the directory and makes it where it is not there.
     pub(crate) fn open(dir: &Path) -> Result<Self, RecordError> {
         files::private_dir(dir)?;
+        // Of a killed agent: of other state that is kept here, and of records.
+        files::sweep_temporaries(dir)?;
         for kind in [NetworkRecord::DIR, PortRecord::DIR] {
             files::private_dir(&dir.join(kind))?;
-            remove_leftovers(&dir.join(kind))?;
+            files::sweep_temporaries(&dir.join(kind))?;
         }
         Ok(Self { dir: dir.to_owned(), cache: Mutex::default() })
     }
@@ -275,17 +277,6 @@ impl Store {
     }
 }
 
-/// Removes temporary files of a killed agent.
-fn remove_leftovers(dir: &Path) -> Result<(), RecordError> {
-    for entry in std::fs::read_dir(dir).map_err(FileError::of("list", dir))? {
-        let entry = entry.map_err(FileError::of("list", dir))?;
-        if entry.file_name().to_string_lossy().starts_with(".tmp-") {
-            files::remove_file(&entry.path())?;
-        }
-    }
-    Ok(())
-}
-
 fn file_of<R: Record>(dir: &Path, object: Uuid) -> PathBuf {
     dir.join(R::DIR).join(format!("{object}.json"))
 }
@@ -346,6 +337,19 @@ mod tests {
         let spec =
             NetworkSpec::new(NetworkId::new(id), "n".parse().unwrap(), NetworkType::Isolated);
         NetworkRecord::new(HostId::new(id), 1, spec)
+    }
+
+    #[test]
+    fn a_fresh_start_sweeps_what_writes_that_were_cut_short_left() {
+        let dir = tempfile::tempdir().unwrap();
+        drop(Store::open(dir.path()).unwrap());
+        let left = [".", NetworkRecord::DIR, PortRecord::DIR]
+            .map(|below| dir.path().join(below).join(".tmp-1-0-x.json"));
+        for path in &left {
+            std::fs::write(path, "half").unwrap();
+        }
+        drop(Store::open(dir.path()).unwrap());
+        assert!(left.iter().all(|path| !path.exists()));
     }
 
     #[test]
