@@ -127,7 +127,10 @@ fn sweep(inner: &Inner) -> Result<()> {
         let paths = VmPaths::new(&config.state_dir, &config.run_dir, id);
         let absent = matches!(record::ownership(&paths, config.node), Ok(Ownership::Absent));
         unless_locked(config, id, || match inner.hold(&inner.vm(id), "open")? {
-            Held::Nothing if absent || paths.identity().exists() => vmm::clear_ended(&paths),
+            // `requested` alone: an end that was asked for and seen, and a crash before the rest was cleared.
+            Held::Nothing if absent || paths.identity().exists() || paths.requested().exists() => {
+                vmm::clear_ended(&paths)
+            }
             Held::Nothing => Ok(()),
             Held::BeingStarted | Held::Live(_) | Held::Ending(_) => Ok(()),
         });
