@@ -14,6 +14,8 @@ pub(crate) struct Board {
     waiters: HashMap<Key, BTreeSet<Key>>,
     /// When each object changed last, in the board's own time.
     changes: HashMap<Key, u64>,
+    /// When a pass of each object ended last, and with it the use of what it names.
+    ended: HashMap<Key, u64>,
     clock: u64,
 }
 
@@ -63,6 +65,7 @@ impl Board {
         self.statuses.remove(key);
         let waiters = self.change(key);
         self.changes.remove(key);
+        self.ended.remove(key);
         waiters
     }
 
@@ -73,9 +76,28 @@ impl Board {
         self.waiters.remove(key).unwrap_or_default()
     }
 
-    /// `key` waits for a change of `blocker` after `since`. False: there was one already.
-    pub(crate) fn wait(&mut self, blocker: &Key, key: &Key, since: u64) -> bool {
-        if self.changes.get(blocker).is_some_and(|at| *at > since) {
+    /// A pass of an object ended, and with it the use of what it names; answers who of these waited for that. Others are not
+    /// told: two that wait for each other would wake each other in circles.
+    pub(crate) fn end_of_use(&mut self, key: &Key, named: &[Key]) -> BTreeSet<Key> {
+        if named.is_empty() {
+            return BTreeSet::new();
+        }
+        self.clock += 1;
+        self.ended.insert(key.clone(), self.clock);
+        let Some(waiters) = self.waiters.get_mut(key) else { return BTreeSet::new() };
+        let told: BTreeSet<Key> =
+            named.iter().filter(|named| waiters.remove(*named)).cloned().collect();
+        if waiters.is_empty() {
+            self.waiters.remove(key);
+        }
+        told
+    }
+
+    /// `key` waits for a change of `blocker` after `since`, or with `use_ends` for the end of a pass of it. False: there was
+    /// one already.
+    pub(crate) fn wait(&mut self, blocker: &Key, key: &Key, since: u64, use_ends: bool) -> bool {
+        let later = |times: &HashMap<Key, u64>| times.get(blocker).is_some_and(|at| *at > since);
+        if later(&self.changes) || (use_ends && later(&self.ended)) {
             return false;
         }
         self.waiters.entry(blocker.clone()).or_default().insert(key.clone());

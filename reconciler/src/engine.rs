@@ -383,8 +383,8 @@ impl Drop for Using {
                 }
             }
         }
-        // Who waited for the end of the use is told by a change of this object.
-        let waiters = self.engine.board().change(&self.key);
+        // Who waited for the end of the use is told.
+        let waiters = self.engine.board().end_of_use(&self.key, &self.named);
         self.engine.wake_all(&waiters);
     }
 }

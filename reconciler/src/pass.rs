@@ -238,7 +238,7 @@ pub(crate) async fn settle(
             outcome.blocked_by.clone_from(&by);
             put(engine, outcome);
             let look_again = match by {
-                Some(by) if engine.board().wait(&by, &key, since) => engine.settings.slow,
+                Some(by) if engine.board().wait(&by, &key, since, deleting) => engine.settings.slow,
                 // It changed since this pass looked.
                 Some(_) => Duration::ZERO,
                 // Nobody tells when something that is not wanted goes.

@@ -303,6 +303,55 @@ async fn an_image_in_use_is_deleted_only_after_its_users() {
     assert!(node.host.census().count("ports") > 0 && node.host.remove_tap(port("web", "eth0")));
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_deletion_that_cannot_see_a_port_or_a_volume_waits_until_it_can() {
+    for (get, list) in [(Op::GetPort, Op::ListPorts), (Op::GetVolume, Op::ListVolumes)] {
+        let node = Node::hello();
+        let reconciler = node.start();
+        converged(&node, &reconciler).await;
+        drop(reconciler);
+        for op in [get, list] {
+            node.host.inject(Fault::new(op, ErrorKind::Unavailable).for_ever());
+        }
+        node.store.delete(&instance_key("web"));
+        // An agent that has seen nothing yet, and cannot.
+        let _reconciler = node.start();
+        tokio::time::sleep(Duration::from_secs(200)).await;
+        assert!(node.store.snapshot().get(&instance_key("web")).is_some(), "{get}");
+        assert_eq!(node.host.vmm_pid(vm("web")), None, "its VM is deleted all the same");
+        node.host.heal();
+        let gone = || node.store.snapshot().get(&instance_key("web")).is_none();
+        until("it is gone", 120, gone).await;
+        let census = node.host.census();
+        assert_eq!((census.count("ports"), census.count("attachments")), (0, 0), "{get}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_that_wait_for_each_other_do_not_run_in_circles() {
+    let node = Node::hello();
+    node.host.inject(Fault::new(Op::EnsureVolume, ErrorKind::Exhausted).for_ever());
+    let reconciler = node.start();
+    settle().await;
+    // The volume cannot be made of what is being deleted, which waits for the volume.
+    node.store.delete(&key(Kind::Image, "disk"));
+    // And the instance waits for a volume that waits for the instance.
+    node.store.delete(&key(Kind::Volume, "root"));
+    settle().await;
+    let blocked = |kind, name: &str| reconciler.status(&key(kind, name)).unwrap().blocked_by;
+    assert_eq!(blocked(Kind::Image, "disk"), Some(key(Kind::Volume, "root")));
+    assert_eq!(blocked(Kind::Volume, "root"), Some(instance_key("web")));
+    assert_eq!(blocked(Kind::Instance, "web"), Some(key(Kind::Volume, "root")));
+    let gets = || [Op::GetImage, Op::GetVolume, Op::GetVm].map(|op| node.host.calls(op));
+    let before = gets();
+    tokio::time::sleep(Duration::from_secs(600)).await;
+    let more: Vec<u64> = gets().iter().zip(before).map(|(now, before)| now - before).collect();
+    assert!(more.iter().all(|gets| *gets < 100), "they are looked at all the time: {more:?}");
+    node.store.delete(&instance_key("web"));
+    until("all three are gone", 60, || node.store.snapshot().of_kind(Kind::Volume).count() == 0)
+        .await;
+}
+
 /// How a volume driver misbehaves.
 #[derive(Clone, Copy, PartialEq)]
 enum Manner {
