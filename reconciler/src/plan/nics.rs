@@ -171,7 +171,12 @@ pub(super) fn nics(scene: &Scene<'_>, plug: Plug) -> Result<Devices<NicPlan>, Ho
             plan.handle.as_ref().is_none_or(|handle| handle == current)
                 && plan.port == current.port_uuid
         };
-        status.nics.len() != devices.all.len() || !devices.all.iter().zip(&status.nics).all(same)
+        // One that is taken away to come back otherwise is missing then, whatever its port will be.
+        let moved =
+            wanted.iter().any(|now| now.current.is_some() && !now.is_kept(scene, plug.running));
+        moved
+            || status.nics.len() != devices.all.len()
+            || !devices.all.iter().zip(&status.nics).all(same)
     });
     Ok(devices)
 }
