@@ -90,6 +90,8 @@ impl World {
                 let status = self.reconciler.status(&open.key());
                 return Err(format!("not converged: {open:?}\n{status:#?}"));
             }
+            // A tombstone's successor may come up that names what is being deleted.
+            self.unblock();
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(Duration::from_secs(2));
         }

@@ -36,6 +36,26 @@ fn number(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name} is no number: {text}")))
 }
 
+/// How long a world may take on a slow machine; one takes a tenth of a second.
+const LONGEST: std::time::Duration = std::time::Duration::from_secs(60);
+
+/// Ends the tests with the seed of a world that runs in circles: time that is paused does not pass there.
+struct Watch(std::sync::mpsc::Sender<()>);
+
+impl Watch {
+    fn over(seed: u64) -> Self {
+        let (alive, dropped) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let waited = dropped.recv_timeout(LONGEST);
+            if waited == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+                eprintln!("BCD_MODEL_SEED={seed} runs in circles: no end after {LONGEST:?}");
+                std::process::abort();
+            }
+        });
+        Self(alive)
+    }
+}
+
 /// What the events do to a world; an error is what does not hold.
 fn run(seed: u64, events: &[Event]) -> Result<(), String> {
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -43,13 +63,20 @@ fn run(seed: u64, events: &[Event]) -> Result<(), String> {
         .start_paused(true)
         .build()
         .unwrap();
-    runtime.block_on(async {
+    let watch = Watch::over(seed);
+    let shown = number("BCD_MODEL_SEED").is_some();
+    let outcome = runtime.block_on(async {
         let mut world = World::new(seed);
         for event in events {
+            if shown {
+                eprintln!("  {event:?}");
+            }
             world.happen(event).await?;
         }
         Ok(())
-    })
+    });
+    drop(watch.0);
+    outcome
 }
 
 /// Fewer events that fail too: halves are left out, then quarters, and so on.
