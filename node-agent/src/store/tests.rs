@@ -43,8 +43,8 @@ async fn what_a_crash_left_half_made_goes_and_what_is_not_the_stores_stays() {
     let store = Store::open(dir.path()).unwrap();
     assert_eq!(names(&store), ["one", "two"]);
     let there = |name: &&str| dir.path().join(name).exists();
-    assert!(!left.iter().any(|name| there(name)), "half-made files are gone");
-    assert!(others.iter().all(|name| there(name)), "the others are there");
+    assert!(!left.iter().any(there), "half-made files are gone");
+    assert!(others.iter().all(there), "the others are there");
 }
 
 #[tokio::test]
