@@ -37,9 +37,9 @@ impl Census {
         Ok(census)
     }
 
-    fn add(&mut self, line: String) {
+    fn add(&mut self, line: &str) {
         let mut number = 2;
-        let mut unique = line.clone();
+        let mut unique = line.to_owned();
         while !self.0.insert(unique) {
             unique = format!("{line} ({number})");
             number += 1;
@@ -69,7 +69,7 @@ impl Census {
                 .map(|one| format!("{}/{}", field(one, "local"), field(one, "prefixlen")))
                 .collect();
             addresses.sort();
-            self.add(format!(
+            self.add(&format!(
                 "link {} kind {} master {} alias {} names {} mtu {} up {up} addresses {}",
                 text("/ifname"),
                 text("/linkinfo/info_kind"),
@@ -89,7 +89,7 @@ impl Census {
         stable(&mut ruleset);
         for object in ruleset.get("nftables").and_then(Value::as_array).into_iter().flatten() {
             if object.get("metainfo").is_none() {
-                self.add(format!("rule {object}"));
+                self.add(&format!("rule {object}"));
             }
         }
         Ok(())
@@ -109,7 +109,7 @@ impl Census {
                 .split(|byte| *byte == 0)
                 .map(|word| named_alike(&String::from_utf8_lossy(word), dir, registry))
                 .collect();
-            self.add(format!("process {} {}", comm.trim(), words.join(" ").trim_end()));
+            self.add(&format!("process {} {}", comm.trim(), words.join(" ").trim_end()));
         }
         Ok(())
     }
@@ -118,7 +118,7 @@ impl Census {
         for name in ["ipv4/ip_forward", "ipv6/conf/all/forwarding"] {
             // `/proc/sys/net` is the calling thread's.
             let value = std::fs::read_to_string(Path::new("/proc/sys/net").join(name));
-            self.add(format!("setting {name} {}", value.unwrap_or_default().trim()));
+            self.add(&format!("setting {name} {}", value.unwrap_or_default().trim()));
         }
     }
 
@@ -133,7 +133,12 @@ impl Census {
             }
             if below.starts_with("images/refs/") {
                 // Named by a hash of the reference, which has the registry's port.
-                "images/refs/REFERENCE".clone_into(&mut below);
+                let extension = path.extension().unwrap_or_default().display();
+                below = format!("images/refs/REFERENCE.{extension}");
+            }
+            if below.starts_with("volumes/bases/") {
+                // Named by inode and times of the image.
+                "volumes/bases/BASE".clone_into(&mut below);
             }
             // Gone meanwhile: then there is no line.
             let Ok(found) = std::fs::symlink_metadata(&path) else { continue };
@@ -146,7 +151,7 @@ impl Census {
             }
             any = true;
             if !found.is_dir() || detail == Detail::Whole {
-                self.add(format!("file {below} {:o} {}", found.mode(), found.uid()));
+                self.add(&format!("file {below} {:o} {}", found.mode(), found.uid()));
             }
         }
         Ok(any)

@@ -2,9 +2,18 @@
 //!
 //! The program is also the agent that it kills: with the variable [`AS_AGENT`] it is `bcd-node`.
 
-use std::{path::PathBuf, process::ExitCode, time::Duration};
+use std::{
+    path::PathBuf,
+    process::ExitCode,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use clap::Parser;
+use tokio::signal::unix::{SignalKind, signal};
 
 mod census;
 mod failure;
@@ -71,17 +80,43 @@ fn run(args: &Args) -> Result<bool> {
     part.filter.clone_from(&args.filter);
     part.budget = args.budget.map(Duration::from_secs);
     let guests = runtime.during("make a runtime")?.block_on(node::Guests::make())?;
-    let matrix = matrix::play(&part, guests, args.workers.max(1), args.logs.clone())?;
+    let stop = Arc::new(AtomicBool::new(false));
+    stop_on_signals(Arc::clone(&stop));
+    let matrix =
+        matrix::play(&part, guests, args.workers.max(1), args.logs.clone(), Arc::clone(&stop))?;
     report::summary(&matrix);
     if let Some(path) = &args.write_docs {
-        let whole = part.is_whole();
+        let whole = part.is_whole() && !stop.load(Ordering::SeqCst);
         if !whole || !matrix.holds() {
             let why = "the matrix is written from a whole run in which everything held";
             return Err(Failure(why.to_owned()));
         }
         std::fs::write(path, report::document(&matrix, &host())).during("write the matrix")?;
     }
-    Ok(matrix.holds())
+    Ok(matrix.holds() && !stop.load(Ordering::SeqCst))
+}
+
+/// Has the rounds end in order on SIGINT and SIGTERM: what they started is in namespaces that only they clear.
+fn stop_on_signals(stop: Arc<AtomicBool>) {
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let seen = runtime.and_then(|runtime| {
+            runtime.block_on(async {
+                let mut terminate = signal(SignalKind::terminate())?;
+                let mut interrupt = signal(SignalKind::interrupt())?;
+                tokio::select! {
+                    _ = terminate.recv() => {}
+                    _ = interrupt.recv() => {}
+                }
+                Ok(())
+            })
+        });
+        match &seen {
+            Ok(()) => report::line("asked to stop: no new round begins"),
+            Err(error) => report::line(&format!("signals end this program at once: {error}")),
+        }
+        stop.store(seen.is_ok(), Ordering::SeqCst);
+    });
 }
 
 /// The day, counted from 1970.

@@ -3,7 +3,10 @@
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     path::PathBuf,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -116,12 +119,19 @@ struct Shared {
     logs: PathBuf,
     begun: Instant,
     budget: Option<Duration>,
+    stop: Arc<AtomicBool>,
 }
 
-/// Plays the rounds on so many workers.
-pub(crate) fn play(part: &Part, guests: Guests, workers: usize, logs: PathBuf) -> Result<Matrix> {
+/// Plays the rounds on so many workers, until `stop` is set.
+pub(crate) fn play(
+    part: &Part,
+    guests: Guests,
+    workers: usize,
+    logs: PathBuf,
+    stop: Arc<AtomicBool>,
+) -> Result<Matrix> {
     let begun = Instant::now();
-    let (references, broken) = references(&guests, part, workers);
+    let (references, broken) = references(&guests, part, workers, &stop);
     let rounds = rounds(&references, part);
     let reached: BTreeSet<&str> = references
         .values()
@@ -144,6 +154,7 @@ pub(crate) fn play(part: &Part, guests: Guests, workers: usize, logs: PathBuf) -
         logs,
         begun,
         budget: part.budget,
+        stop,
     });
     let threads: Vec<_> = (0..workers)
         .map(|_| {
@@ -172,6 +183,7 @@ fn references(
     guests: &Guests,
     part: &Part,
     workers: usize,
+    stop: &AtomicBool,
 ) -> (BTreeMap<&'static str, Reference>, Broken) {
     let queue = Mutex::new(part.stories());
     let (references, broken) = (Mutex::new(BTreeMap::new()), Mutex::new(Vec::new()));
@@ -179,6 +191,9 @@ fn references(
         for _ in 0..workers {
             scope.spawn(|| {
                 while let Some(story) = next(&queue) {
+                    if stop.load(Ordering::SeqCst) {
+                        return;
+                    }
                     match round::reference(guests, story) {
                         Ok(reference) => {
                             report::story(story, &reference);
@@ -244,7 +259,8 @@ fn rounds_at(story: Scenario, passed: &Passed) -> Vec<Played> {
 
 fn work(shared: &Shared) {
     loop {
-        if shared.budget.is_some_and(|budget| shared.begun.elapsed() > budget) {
+        let over = shared.budget.is_some_and(|budget| shared.begun.elapsed() > budget);
+        if over || shared.stop.load(Ordering::SeqCst) {
             return;
         }
         let Some(mut one) = next(&shared.queue) else { return };

@@ -250,7 +250,9 @@ impl Node {
         match serde_json::from_str(&text).during("read the objects")? {
             Value::Array(objects) => Ok(objects),
             Value::Null => Ok(Vec::new()),
-            one => Ok(vec![one]),
+            one @ (Value::Object(_) | Value::Bool(_) | Value::Number(_) | Value::String(_)) => {
+                Ok(vec![one])
+            }
         }
     }
 
