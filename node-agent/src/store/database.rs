@@ -103,11 +103,11 @@ pub(super) fn sweep(dir: &Path) {
         }
         match host::files::remove_file(&path) {
             Ok(_) => {
-                tracing::info!(file = %path.display(), "what a crash left half-made is removed");;
+                tracing::info!(file = %path.display(), "what a crash left half-made is removed");
             }
             // In nobody's way: the store opens all the same.
             Err(error) => {
-                tracing::warn!(file = %path.display(), %error, "what a crash left half-made stays");;
+                tracing::warn!(file = %path.display(), %error, "what a crash left half-made stays");
             }
         }
     }
