@@ -122,6 +122,18 @@ fn sweep(inner: &Inner) -> Result<()> {
             delete::sweep_where(&config.state_dir, |found| found == name).map(drop)
         });
     }
+    for name in names(&config.state_dir)? {
+        let Ok(id) = name.parse::<VmId>() else { continue };
+        let paths = VmPaths::new(&config.state_dir, &config.run_dir, id);
+        // What carries no mark of ours is left alone.
+        if matches!(record::ownership(&paths, config.node), Ok(Ownership::Ours)) {
+            unless_locked(config, id, || {
+                let swept = files::sweep_temporaries(&paths.dir)
+                    .and_then(|()| files::sweep_temporaries(&paths.run));
+                swept.map_err(|error| error.into_error("open", label(id)))
+            });
+        }
+    }
     for name in names(&config.run_dir)? {
         let Ok(id) = name.trim_end_matches(".lock").parse::<VmId>() else { continue };
         let paths = VmPaths::new(&config.state_dir, &config.run_dir, id);

@@ -16,6 +16,25 @@ async fn stopped(bed: &Bed, driver: &QemuKvm, number: u8) -> drivers_api::VmId {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn what_a_crash_left_of_cut_short_writes_and_of_a_forced_stop_goes_at_the_next_start() {
+    let bed = Bed::new();
+    let driver = bed.driver().await;
+    let id = stopped(&bed, &driver, 1).await;
+    let own = bed.dir.path().join("state").join(id.to_string());
+    let before = entries(&own);
+    drop(driver);
+    std::fs::write(own.join(".tmp-1-0-vm.json"), "half").unwrap();
+    // As after the end of the VMM was seen and kept, and before the rest was cleared.
+    for name in ["requested", "qemu.log", "running.json", ".tmp-1-0-running.json"] {
+        std::fs::write(bed.run(id).join(name), "").unwrap();
+    }
+    let driver = bed.driver().await;
+    assert_eq!(entries(&own), before);
+    assert!(!bed.run(id).exists(), "{:?}", entries(&bed.run(id)));
+    assert_eq!(state(&driver, id).await, VmState::Stopped);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn an_identity_that_names_another_process_is_a_stopped_vm_and_signals_nobody() {
     let bed = Bed::new();
     let driver = bed.driver().await;
