@@ -1,5 +1,7 @@
 //! The reconciler over the reference drivers, on paused time.
 
+#![cfg(test)]
+
 mod basics;
 mod clocks;
 mod common;
