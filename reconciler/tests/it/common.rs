@@ -1,7 +1,5 @@
 //! A reconciler over a host in memory, and short ways to say what is wanted.
 
-#![expect(clippy::unwrap_used, reason = "tests")]
-
 use std::{sync::Arc, time::Duration};
 
 use conformance::reference::Host;

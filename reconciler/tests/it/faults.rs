@@ -404,10 +404,7 @@ impl Volume for Rogue {
         self.most_inside.fetch_max(inside, Ordering::SeqCst);
         if self.manner == Manner::Panics {
             self.inside.fetch_sub(1, Ordering::SeqCst);
-            #[expect(clippy::panic, reason = "what the test is about")]
-            {
-                panic!("the driver has a fault");
-            }
+            panic!("the driver has a fault");
         }
         // Deaf to deadline and cancellation, as a driver must not be.
         if let Ok(permit) = self.let_go.acquire().await {

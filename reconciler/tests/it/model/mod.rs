@@ -8,8 +8,6 @@
 //! * `BCD_MODEL_FIRST=n` is the first seed, so that a soak is not the same each time.
 
 #![expect(
-    clippy::unwrap_used,
-    clippy::indexing_slicing,
     clippy::wildcard_enum_match_arm,
     clippy::print_stderr,
     reason = "a test whose helpers clippy takes for code"
