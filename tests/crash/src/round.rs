@@ -98,7 +98,7 @@ pub(crate) fn reference(guests: &Guests, scenario: Scenario) -> Result<Reference
         }
         quiet(&node, SETTLED).await?;
         let trace = node.trace();
-        let census = Census::take(node.dir(), &registry, Detail::Whole)?;
+        let census = Census::take(node.dir(), &registry, scenario.detail())?;
         vmms_are(&node, scenario, &before)?;
         // A story without a question is the start itself.
         let idle = if scenario.asked(&registry).is_empty() { started } else { idle };
@@ -275,7 +275,8 @@ async fn is_as_wanted(
     loop {
         let objects = node.objects().await?;
         let waits: Vec<String> = objects.iter().filter_map(undone).collect();
-        let differs = Census::take(node.dir(), &node.registry(), Detail::Whole)?.against(wanted);
+        let differs =
+            Census::take(node.dir(), &node.registry(), scenario.detail())?.against(wanted);
         let holds = waits.is_empty() && differs.is_empty();
         if holds && held {
             return vmms_are(node, scenario, before);

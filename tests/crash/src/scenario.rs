@@ -1,5 +1,7 @@
 //! The stories in which the agent is killed: a start, what is asked of the agent, and what it leads to.
 
+use crate::census::Detail;
+
 /// A command of the command line with what it reads.
 #[derive(Clone, Debug)]
 pub(crate) struct Command {
@@ -61,6 +63,11 @@ impl Scenario {
 
     pub(crate) fn asked(&self, registry: &str) -> Vec<Command> {
         (self.asked)(&Names { registry })
+    }
+
+    /// How closely its end is compared. After a deletion the cache of images may keep what its collector removes.
+    pub(crate) fn detail(&self) -> Detail {
+        if self.name == "delete" { Detail::Left } else { Detail::Whole }
     }
 
     /// The command that removes whatever a story can have made.
