@@ -1,7 +1,5 @@
 //! Waits follow the monotonic clock alone (STK-03).
 
-#![expect(clippy::unwrap_used, reason = "a test whose helpers clippy takes for code")]
-
 use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},

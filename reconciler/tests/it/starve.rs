@@ -1,7 +1,5 @@
 //! What never returns, is silent or fails for ever costs the others nothing.
 
-#![expect(clippy::unwrap_used, reason = "a test whose helpers clippy takes for code")]
-
 use std::{collections::BTreeMap, time::Duration};
 
 use conformance::reference::{Fault, Op};
