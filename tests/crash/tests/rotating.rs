@@ -21,5 +21,6 @@ async fn the_agent_converges_after_a_kill_at_each_point_of_the_days_part() {
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{text}\n{error}");
     let held = text.lines().filter(|line| line.starts_with("held")).count();
-    assert!(held >= 4, "too little was played in {BUDGET} s:\n{text}");
+    // The shortest story has one point, which is played with both sequels.
+    assert!(held >= 2, "too little was played in {BUDGET} s:\n{text}");
 }

@@ -192,6 +192,20 @@ impl ReferenceHypervisor {
         Ok(Change::Changed)
     }
 
+    /// Puts the devices of a VM that does not run into the order of its spec.
+    fn order(&self, vm: VmId, spec: &InstanceSpec) -> Change {
+        let mut state = self.host.lock();
+        let machine = state.machines.vms.get_mut(&vm).filter(|machine| machine.run.is_none());
+        let Some(machine) = machine else { return Change::Unchanged };
+        if machine.disks == spec.disks && machine.nics == spec.nics {
+            return Change::Unchanged;
+        }
+        machine.disks.clone_from(&spec.disks);
+        machine.nics.clone_from(&spec.nics);
+        state.wrote();
+        Change::Changed
+    }
+
     async fn ensure(&self, call: &Call, cx: &Context, spec: &InstanceSpec) -> Result<Change> {
         let (op, vm) = (Op::EnsureVm, spec.vm.uuid);
         let mut change = self.create(call, op, &spec.vm).await?;
@@ -218,6 +232,7 @@ impl ReferenceHypervisor {
         for nic in spec.nics.iter().filter(|nic| !nics.contains(nic)) {
             change = change.and(self.plug_nic(call, op, vm, nic).await?);
         }
+        change = change.and(self.order(vm, spec));
         if spec.power == VmPower::Running {
             change = change.and(self.start(call, op, vm).await?);
         }

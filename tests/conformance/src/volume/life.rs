@@ -86,17 +86,15 @@ pub(super) async fn no_space(kit: &Kit<'_>) -> Check {
     let spec = kit.volume(0).await;
     let (larger, second) = (grown(&spec)?, kit.volume(1).await);
     let _ = kit.ensure(&*driver, &spec).await?;
-    let seen = match kit.bench.fill_backend().await.check() {
-        Ok(()) => {
-            let cx = kit.run.cx();
-            let exhausted = &[ErrorKind::Exhausted];
-            let call = driver.ensure_volume(&cx, &larger);
-            let grown = kit.run.fails("ensure_volume, larger, without room", exhausted, call).await;
-            let call = driver.ensure_volume(&cx, &second);
-            let made = kit.run.fails("ensure_volume without room", exhausted, call).await;
-            grown.and(made)
-        }
-        Err(stop) => Err(stop),
+    kit.bench.fill_backend().await.check()?;
+    let seen = {
+        let cx = kit.run.cx();
+        let exhausted = &[ErrorKind::Exhausted];
+        let call = driver.ensure_volume(&cx, &larger);
+        let grown = kit.run.fails("ensure_volume, larger, without room", exhausted, call).await;
+        let call = driver.ensure_volume(&cx, &second);
+        let made = kit.run.fails("ensure_volume without room", exhausted, call).await;
+        grown.and(made)
     };
     kit.bench.mend().await;
     let _ = seen?;
