@@ -149,6 +149,18 @@ impl Inner {
         bounded(cx, operation, label(id), work).await
     }
 
+    /// Waits until no thread works for an ended call on a VM any more, for at most `limit`: the right to change it is given
+    /// back by the last of them.
+    pub(crate) async fn at_rest(&self, id: VmId, limit: Duration) {
+        let vm = self.vm(id);
+        if tokio::time::timeout(limit, vm.gate.lock()).await.is_err() {
+            tracing::debug!(vm = %id, ?limit, "another call works on it");
+        }
+        if !vm.paths.dir.exists() {
+            self.forget(&vm);
+        }
+    }
+
     /// The VMM of a VM as this process holds it; takes hold of one that is found. Blocking.
     pub(crate) fn hold(&self, vm: &Vm, operation: &'static str) -> Result<Held> {
         let mut live = vm.live.lock().unwrap_or_else(PoisonError::into_inner);

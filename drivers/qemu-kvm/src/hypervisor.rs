@@ -27,6 +27,9 @@ use crate::{
     scope, vmm,
 };
 
+/// How long an ended call waits for the thread that still works for it: on files, so milliseconds as a rule.
+const AT_REST: Duration = Duration::from_secs(2);
+
 /// The driver. Dropping it ends no VM.
 #[derive(Clone, Debug)]
 pub struct QemuKvm {
@@ -72,7 +75,15 @@ impl QemuKvm {
     {
         let op = self.inner.op(cx, operation, vm).await?;
         // Every await below may be the last one, so the context ends the work wherever it is.
-        bounded(cx, operation, label(vm), work(op)).await
+        let answer = bounded(cx, operation, label(vm), work(op)).await;
+        if let Err(error) = &answer
+            && matches!(error.kind(), ErrorKind::Cancelled | ErrorKind::Deadline)
+        {
+            // A thread may still be at its last file. Whoever looks after this answer must see what it made: a deletion
+            // that saw nothing here would otherwise leave the VM's directory behind.
+            self.inner.at_rest(vm, AT_REST).await;
+        }
+        answer
     }
 }
 
