@@ -139,7 +139,7 @@ async fn one(
 async fn enter(caller: &Caller, object: &Wanted, op: &Op) -> Result<Option<gate::Pass>, Error> {
     let vm = if let Op::EnsureVm { vm, starts: true, .. } = op {
         vm.uuid
-    } else if let Op::StartVm(vm) = op {
+    } else if let Op::StartVm(vm, _) = op {
         *vm
     } else {
         return Ok(None);
@@ -183,10 +183,12 @@ fn remember(caller: &Caller, object: &Wanted, op: &Op) {
             disks.iter().for_each(tell);
         } else if let Op::AttachDisk(_, disk) = op {
             tell(disk);
+        } else if let Op::StartVm(_, sizes) = op {
+            note.told.extend(sizes.iter().copied());
         } else if let Op::ResizeDisk(_, volume, bytes) = op {
             note.told.insert(*volume, *bytes);
         }
-        if matches!(op, Op::EnsureVm { starts: true, .. } | Op::StartVm(_)) {
+        if matches!(op, Op::EnsureVm { starts: true, .. } | Op::StartVm(..)) {
             note.crashes.restarted();
             note.asked = false;
         }
@@ -262,7 +264,7 @@ fn prepare(drivers: &Drivers, planned: &Planned, facts: &Facts) -> Result<Call<A
         | Op::ResizeDisk(..)
         | Op::AttachNic(..)
         | Op::DetachNic(..)
-        | Op::StartVm(_)
+        | Op::StartVm(..)
         | Op::StopVm(..)
         | Op::RebootVm(..)
         | Op::DeleteVm(_)) => prepare_vm(drivers, planned, facts, op),
@@ -315,7 +317,7 @@ fn prepare_vm(
             };
             resize.resize_disk(&cx, vm, volume, bytes).await.map(plain)
         }),
-        Op::StartVm(vm) => call!(drivers, find_hypervisor, planned, |d, cx| {
+        Op::StartVm(vm, _) => call!(drivers, find_hypervisor, planned, |d, cx| {
             d.start_vm(&cx, vm).await.map(plain)
         }),
         Op::StopVm(vm, grace) => call!(drivers, find_hypervisor, planned, |d, cx| {

@@ -243,6 +243,8 @@ impl<'a> Draft<'a> {
         };
         let starts = matches!(start, Start::Now(_));
         let (plug_disks, plug_nics) = machine.plugs;
+        let sizes = machine.disks.iter().filter_map(|disk| Some((disk.volume, disk.bytes?)));
+        let sizes = sizes.collect();
         if !self.whole {
             if let Some(reason) = change {
                 let call = (Action::CreateVm, Op::CreateVm(machine.vm));
@@ -251,7 +253,7 @@ impl<'a> Draft<'a> {
             }
             steps.extend(plug_disks.into_iter().chain(plug_nics));
             if let Start::Now(reason) = start {
-                let call = (Action::StartVm, Op::StartVm(scene.vm));
+                let call = (Action::StartVm, Op::StartVm(scene.vm, sizes));
                 let step = draft.step(scene.driver, call, target, reason.clone());
                 steps.push(step.in_group(Group::Vm, ALL));
             }

@@ -194,7 +194,7 @@ impl Model {
                 let gone: Vec<_> = vm.nics.extract_if(.., |nic| nic.device == device).collect();
                 vm.detaching.retain(|name| gone.iter().all(|nic| nic.name != *name));
             }
-            Op::StartVm(_) => self.start(),
+            Op::StartVm(..) => self.start(),
             Op::StopVm(..) => {
                 let vm = self.vm.as_mut().unwrap();
                 vm.state = VmState::Stopped;
