@@ -1,10 +1,13 @@
 //! The removal of a VM, whatever of it is there.
 
+use std::time::Duration;
+
 use drivers_api::{Change, Context, Result};
 use host::{
     fault,
     files::{self, FileError},
 };
+use tokio::time::Instant;
 
 use super::power;
 use crate::{
@@ -14,12 +17,16 @@ use crate::{
     vmm,
 };
 
+/// How long a lock without a process may take to go, and when it is looked at again.
+const SETTLES: Duration = Duration::from_secs(2);
+const AGAIN: Duration = Duration::from_millis(20);
+
 /// Ends the VMM and removes all state.
 pub(crate) async fn delete(op: &Op, cx: &Context) -> Result<Change> {
     let there = op.blocking("delete", |op| op.is_there("delete")).await?;
     if there {
         // Without a record too: a VMM may have been started before it was damaged.
-        match op.blocking("delete", |op| op.hold("delete")).await? {
+        match settled(op).await? {
             Held::Nothing | Held::Ending(_) => {}
             Held::BeingStarted => return Err(vmm::being_started("delete", op.id())),
             Held::Live(live) => power::end(op, cx, "delete", &live).await?,
@@ -27,6 +34,22 @@ pub(crate) async fn delete(op: &Op, cx: &Context) -> Result<Change> {
         fault::point("qemu.delete.ended")?;
     }
     op.blocking("delete", move |op| remove(op, there)).await
+}
+
+/// What holds the VM, once that is clear.
+///
+/// The right to change the VM is ours, so no agent starts it. A lock without a process is then that of a VMM that is ending,
+/// or a copy of it in a child of ours between its fork and its exec: it goes in a moment, and the kernel tells nobody when.
+async fn settled(op: &Op) -> Result<Held> {
+    let begun = Instant::now();
+    loop {
+        match op.blocking("delete", |op| op.hold("delete")).await? {
+            Held::BeingStarted if begun.elapsed() < SETTLES => tokio::time::sleep(AGAIN).await,
+            held @ (Held::Nothing | Held::Live(_) | Held::Ending(_) | Held::BeingStarted) => {
+                return Ok(held);
+            }
+        }
+    }
 }
 
 fn remove(op: &Op, there: bool) -> Result<Change> {
