@@ -200,11 +200,8 @@ async fn beside_silence(
 pub(super) async fn backend_down(kit: &Kit<'_>) -> Check {
     let driver = kit.open().await?;
     let spec = kit.vm(0).await;
-    let planted = kit.bench.break_backend().await.check();
-    let seen = match planted {
-        Ok(()) => unavailable(kit, &*driver, &spec).await,
-        Err(stop) => Err(stop),
-    };
+    kit.bench.break_backend().await.check()?;
+    let seen = unavailable(kit, &*driver, &spec).await;
     kit.bench.mend().await;
     seen?;
     same("delete_vm after the repair", &kit.delete(&*driver, &spec).await?, &Change::Unchanged)

@@ -220,10 +220,8 @@ pub(super) async fn source_down(kit: &Kit<'_>) -> Check {
     let driver = kit.open().await?;
     let (cached, other) = (kit.image(0).await, kit.image(1).await);
     let status = kit.pull(&*driver, &cached).await?.value;
-    let seen = match kit.bench.break_source().await.check() {
-        Ok(()) => without_source(kit, &*driver, &cached, &other).await,
-        Err(stop) => Err(stop),
-    };
+    kit.bench.break_source().await.check()?;
+    let seen = without_source(kit, &*driver, &cached, &other).await;
     kit.bench.mend().await;
     seen?;
     same("the cached image", &kit.there(&*driver, &cached).await?, &status)?;
@@ -249,10 +247,8 @@ async fn without_source(
 pub(super) async fn backend_down(kit: &Kit<'_>) -> Check {
     let driver = kit.open().await?;
     let reference = kit.image(0).await;
-    let seen = match kit.bench.break_backend().await.check() {
-        Ok(()) => unavailable(kit, &*driver, &reference).await,
-        Err(stop) => Err(stop),
-    };
+    kit.bench.break_backend().await.check()?;
+    let seen = unavailable(kit, &*driver, &reference).await;
     kit.bench.mend().await;
     seen?;
     let gone = kit.delete(&*driver, &reference).await?;

@@ -289,10 +289,8 @@ async fn change_group(kit: &Kit<'_>, driver: &dyn Network, spec: &mut SecurityGr
 pub(super) async fn backend_down(kit: &Kit<'_>) -> Check {
     let driver = kit.open().await?;
     let spec = kit.network(0).await;
-    let seen = match kit.bench.break_backend().await.check() {
-        Ok(()) => unavailable(kit, &*driver, &spec).await,
-        Err(stop) => Err(stop),
-    };
+    kit.bench.break_backend().await.check()?;
+    let seen = unavailable(kit, &*driver, &spec).await;
     kit.bench.mend().await;
     seen?;
     let gone = kit.destroy(&*driver, &spec).await?;

@@ -327,10 +327,8 @@ pub(super) async fn half_made_is_destroyed(kit: &Kit<'_>) -> Check {
 pub(super) async fn backend_down(kit: &Kit<'_>) -> Check {
     let driver = kit.open().await?;
     let spec = kit.volume(0).await;
-    let seen = match kit.bench.break_backend().await.check() {
-        Ok(()) => unavailable(kit, &*driver, &spec).await,
-        Err(stop) => Err(stop),
-    };
+    kit.bench.break_backend().await.check()?;
+    let seen = unavailable(kit, &*driver, &spec).await;
     kit.bench.mend().await;
     seen?;
     let gone = kit.destroy(&*driver, &spec).await?;
